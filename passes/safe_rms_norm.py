@@ -1,0 +1,79 @@
+"""RMSNorm that does not overflow fp16 when it squares a large residual stream."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from pdconvert.blocks import RMSNorm, rewrite
+from pdconvert.errors import InputError
+from pdconvert.program import Block
+
+SMALLEST_MAXIMUM = 2.0**-13
+"""Rows below this maximum are scaled by it instead: eps / max² stays finite in fp16, zero rows stay zero."""
+
+
+class RowMaxRMSNorm(RMSNorm):
+    """RMSNorm of x / max|x|, with eps / max|x|² so that eps keeps its meaning."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        axis = self.channel_axis
+        peak = x.abs().amax(axis, keepdim=True).clamp_min(SMALLEST_MAXIMUM)
+        scaled = x / peak
+        root_eps = math.sqrt(self.eps) / peak
+        mean_square = (scaled * scaled).mean(axis, keepdim=True) + root_eps * root_eps
+        return scaled * torch.rsqrt(mean_square) * self.gain()
+
+
+class LayerNormRMSNorm(RMSNorm):
+    """RMSNorm as the layer norm of [x, −x]: its mean is zero and its variance the mean square of x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.channel_axis == 1:
+            doubled = torch.cat((x, -x), 1).permute(0, 2, 3, 1)
+            normal = torch.nn.functional.layer_norm(doubled, doubled.shape[-1:], eps=self.eps)
+            return normal.permute(0, 3, 1, 2).narrow(1, 0, x.shape[1]) * self.gain()
+        doubled = torch.cat((x, -x), -1)
+        normal = torch.nn.functional.layer_norm(doubled, doubled.shape[-1:], eps=self.eps)
+        return normal.narrow(-1, 0, x.shape[-1]) * self.gain()
+
+
+FORMS = {"row_max": RowMaxRMSNorm, "layer_norm": LayerNormRMSNorm}
+
+
+@dataclass(frozen=True)
+class SafeRmsNorm:
+    """Replace RMSNorm by a form whose squares fit fp16.
+
+    Before: x · rsqrt(mean(x²) + eps) · w; x² overflows fp16 from |x| = 256 on.
+    After:  with m = max|x|: x/m · rsqrt(mean((x/m)²) + (√eps/m)²) · w.
+
+    Attributes:
+        method: `row_max`, or `layer_norm` (the layer norm of [x, −x], one fused op; whether its inside
+            overflows depends on the engine, and the executor here computes it in fp32).
+    """
+
+    name: ClassVar[str] = "safe_rms_norm"
+    floor_db: ClassVar[float] = 80.0
+    method: Literal["row_max", "layer_norm"] = "row_max"
+
+    def requires(self, block: Block) -> None:
+        if any(type(part) in FORMS.values() for part in block.module.modules()):
+            raise InputError("safe_rms_norm is listed twice in the recipe")
+
+    def run(self, block: Block) -> Block:
+        form = FORMS[self.method]
+
+        def change(part):
+            if type(part) is RMSNorm:
+                part.__class__ = form
+            return None
+
+        return block.with_layout(rewrite(block.module, change))
+
+    def ensures(self, before: Block, after: Block) -> None:
+        assert not any(type(part) is RMSNorm for part in after.module.modules()), "a plain RMSNorm is left"

@@ -1,0 +1,72 @@
+"""`pdconvert build`: compile a recipe, verify what was written, report."""
+
+from pathlib import Path
+
+import click
+
+from pdconvert.cli.params import UserPath, echo_json, json_option
+from pdconvert.process import check_output
+from pdconvert.progress import Progress
+
+DEFAULT_FOLDER = Path("build")
+
+
+@click.command("build", short_help="Compile a recipe and verify the result.")
+@click.argument("recipe")
+@click.option("--source", metavar="SRC", help="A folder, a .gguf file, a hub id, or package:NAME.")
+@click.option("--out", type=UserPath(), metavar="DIR", help="Where to write. [default: build/<recipe name>]")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change one scalar of the recipe, e.g. prefill.kv.rope=raw. Repeatable.",
+)
+@click.option("--force", is_flag=True, help="Replace an earlier build in the output folder.")
+@click.option("--no-cache", is_flag=True, help="Neither reuse nor keep work of other builds.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved recipe and stop.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    recipe: str,
+    source: str | None,
+    out: Path | None,
+    overrides: tuple[str, ...],
+    force: bool,
+    no_cache: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Compile RECIPE (a file, or the name of a shipped recipe) and verify the result.
+
+    The exit code is 1 when a check failed: the files are kept, their verdict is `fail`.
+    """
+    from pdconvert.recipe import load_recipe
+
+    resolved = load_recipe(recipe, source=source, overrides=overrides)
+    if dry_run:
+        _print_recipe(resolved.resolved(), as_json)
+        return
+    out = DEFAULT_FOLDER / resolved.name if out is None else out
+    check_output(out, force=force)  # before the seconds that the imports below take
+
+    from pdconvert.pipeline import build
+
+    result = build(resolved, out, force=force, use_cache=not no_cache, progress=Progress())
+    if as_json:
+        echo_json({"path": str(result.path), "verdict": result.verdict, "summary": result.summary})
+    else:
+        click.echo(result.summary)
+        click.echo(f"{result.verdict}: {result.path}")
+    if result.verdict != "pass":
+        ctx.exit(1)
+
+
+def _print_recipe(recipe: dict, as_json: bool) -> None:
+    import yaml
+
+    if as_json:
+        echo_json(recipe)
+    else:
+        click.echo(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), nl=False)

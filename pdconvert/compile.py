@@ -1,0 +1,287 @@
+"""Blocks stream: each is loaded, run as reference, rewritten, checked, quantized, stored and dropped.
+
+    source tensors ─► Hugging Face's layer ─► reference outputs ─┐
+          └────────► family's block ─► passes, each checked against them ─► stored tensors
+                                                                              └─► next block's input
+
+What goes from block to block are the activations of three streams, so that memory does not grow with depth.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from pdconvert.blocks import DecoderLayer, Head, Layout
+from pdconvert.program import Block, Pass, Probe, Step, check_family, run_passes
+from pdconvert.quant.grid import QuantizedLinear, quantize_symmetric
+from pdconvert.quant.store import Stored, load_block, save_block
+from pdconvert.reference import Reference
+
+if TYPE_CHECKING:
+    from pdconvert.cache import Cache
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Activations between two blocks.
+
+    Attributes:
+        reference: (1, T, H), the probe through the checkpoint's own weights.
+        stored: (1, T, H), the probe through the weights that are shipped, in fp32.
+        windows: (N, W, H), held-out text through the checkpoint's own weights; N may be 0.
+    """
+
+    reference: Tensor
+    stored: Tensor
+    windows: Tensor
+
+
+@dataclass(frozen=True)
+class CompiledBlock:
+    """A block as it lies in the cache: its stored tensors, its part of the ledger, and what flows on.
+
+    Attributes:
+        folder: holds tensors.safetensors, streams.safetensors and steps.json.
+    """
+
+    name: str
+    folder: Path
+
+    def tensors(self) -> dict[str, Stored]:
+        """The stored tensors by name in the block, memory-mapped."""
+        return load_block(self.folder / "tensors.safetensors")
+
+    def streams(self) -> Streams:
+        """The activations after the block."""
+        values = load_file(self.folder / "streams.safetensors")
+        return Streams(values["reference"], values["stored"], values["windows"])
+
+    def caches(self) -> dict[str, Tensor]:
+        """K and V of the probe, (kv_heads, T, D): `reference.k`, `reference.v`, `stored.k`, `stored.v`."""
+        return load_file(self.folder / "caches.safetensors")
+
+    def steps(self) -> list[Step]:
+        """The block's lines of the ledger."""
+        return [step_from_json(line) for line in json.loads((self.folder / "steps.json").read_text())]
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """Everything that compiling a block depends on.
+
+    Attributes:
+        passes: the recipe's passes for layers, the quantizer among them.
+        automatic: passes that follow for the prefill graph, by block name.
+        raw_keys: whether k leaves the graph before RoPE.
+        probe_ids, window_ids: token ids of the probe (T) and of held-out windows (N, W).
+    """
+
+    reference: Reference
+    passes: tuple[Pass, ...]
+    head_passes: tuple[Pass, ...]
+    automatic: Mapping[str, tuple[Pass, ...]]
+    embedding_bits: int
+    raw_keys: bool
+    probe_ids: tuple[int, ...]
+    window_ids: tuple[tuple[int, ...], ...]
+    source_hashes: Mapping[str, str]
+
+    def compile(self, cache: Cache) -> Iterator[CompiledBlock]:
+        """Yield the embedding, every layer and the head, in order; what the cache has is not done again."""
+        base = self._base_key()
+        steps = [("embedding", self._embedding), *((f"layers.{i}", self._layer) for i in range(self.depth))]
+        previous: CompiledBlock | None = None
+        for index, (name, work) in enumerate([*steps, ("head", self._head)]):
+            key = hashlib.sha256(f"{base}:{name}".encode()).hexdigest()
+            folder = cache.get(key)
+            if folder is None:
+                before = previous.streams() if previous else None
+                folder = cache.put(key, lambda path, w=work, i=index - 1, s=before: w(path, i, s))
+            previous = CompiledBlock(name, folder)
+            yield previous
+
+    @property
+    def depth(self) -> int:
+        return len(self.reference.spec.layers)
+
+    def skeletons(self, outputs: str) -> list[Block]:
+        """Weightless blocks in their final form, for lowering: the layers, and the head for `logits`."""
+        blocks = []
+        for index in range(self.depth):
+            block = self._plain_layer(index, None)
+            for rewrite_pass in (*self.passes, *self.automatic.get(block.name, ())):
+                block = block if rewrite_pass.name == "quantize_weights" else rewrite_pass.run(block)
+            blocks.append(block)
+        if outputs == "logits":
+            block = self._plain_head(None)
+            for rewrite_pass in self.head_passes:
+                block = block if rewrite_pass.name == "quantize_weights" else rewrite_pass.run(block)
+            blocks.append(block)
+        return blocks
+
+    def _base_key(self) -> str:
+        """A hash over all inputs of all blocks: the checkpoint, what is asked for, and this program itself."""
+        passes = {name: [repr(p) for p in value] for name, value in sorted(self.automatic.items())}
+        inputs = {
+            "code": code_hash(),
+            "versions": {name: metadata.version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
+            "source": dict(self.source_hashes),
+            "config": self.reference.source.config,
+            "passes": [[repr(p) for p in self.passes], [repr(p) for p in self.head_passes], passes],
+            "embedding_bits": self.embedding_bits,
+            "raw_keys": self.raw_keys,
+            "probe": self.probe_ids,
+            "windows": self.window_ids,
+        }
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _embedding(self, folder: Path, index: int, streams: Streams | None) -> None:
+        reference = self.reference
+        weight = reference.source.read("model.embed_tokens.weight")
+        stored = store_matrix(weight, self.embedding_bits, "model.embed_tokens.weight")
+        save_block(folder / "tensors.safetensors", {"weight": stored})
+        values = stored.dequantize() if isinstance(stored, QuantizedLinear) else stored.float()
+        scale, size = reference.spec.embedding_scale, reference.spec.hidden_size
+        probe = torch.tensor(self.probe_ids)
+        width = len(self.window_ids[0]) if self.window_ids else 0
+        windows = torch.tensor(self.window_ids, dtype=torch.long).reshape(len(self.window_ids), width)
+        flow = Streams((weight[probe] * scale)[None], (values[probe] * scale)[None], weight[windows] * scale)
+        assert flow.reference.shape[2] == size
+        _save_flow(folder, flow)
+        _save_steps(folder, [])
+
+    def _layer(self, folder: Path, index: int, streams: Streams | None) -> None:
+        reference, spec = self.reference, self.reference.spec
+        assert streams is not None
+        tensors = reference.read_layer(index)
+        original = reference.module(index, tensors)
+        if reference.keeps_layers:
+            reference.keep(index, original)
+        hidden, cache = reference.run(original, streams.reference)
+        windows = reference.run(original, streams.windows)[0] if len(streams.windows) else streams.windows
+        probe = self._probe(streams.reference)
+        keys = unrotate(cache.keys, probe, spec.rope.attention_factor) if self.raw_keys else cache.keys
+        expected = {"hidden": hidden, "k": keys, "v": cache.values}
+
+        block = self._plain_layer(index, tensors)
+        outputs, first = check_family(block, probe, expected)
+        block, outputs, steps = run_passes(block, self.passes, probe, expected, outputs)
+        stored = stored_tensors(block)
+        values = {name: value.dequantize() if isinstance(value, QuantizedLinear) else value.float() for name, value in stored.items()}
+        _, _, more = run_passes(block, self.automatic.get(block.name, ()), probe, expected, outputs)
+
+        shipped = reference.module(index, {name: values[name].view(tensor.shape) for name, tensor in tensors.items()})
+        stored_hidden, stored_cache = reference.run(shipped, streams.stored)
+        stored_keys = unrotate(stored_cache.keys, probe, spec.rope.attention_factor) if self.raw_keys else stored_cache.keys
+        save_block(folder / "tensors.safetensors", stored)
+        _save_flow(folder, Streams(hidden, stored_hidden, windows))
+        caches = {"reference.k": keys, "reference.v": cache.values, "stored.k": stored_keys, "stored.v": stored_cache.values}
+        save_file({name: value[0].contiguous() for name, value in caches.items()}, folder / "caches.safetensors")
+        _save_steps(folder, [first, *steps, *more])
+
+    def _head(self, folder: Path, index: int, streams: Streams | None) -> None:
+        assert streams is not None
+        tensors = self.reference.head_tensors()
+        probe = self._probe(streams.reference)
+        expected = {"logits": self.reference.logits(streams.reference, tensors)}
+        block = self._plain_head(tensors)
+        outputs, first = check_family(block, probe, expected)
+        block, _, steps = run_passes(block, self.head_passes, probe, expected, outputs)
+        save_block(folder / "tensors.safetensors", stored_tensors(block))
+        _save_flow(folder, streams)
+        _save_steps(folder, [first, *steps])
+
+    def _probe(self, hidden: Tensor) -> Probe:
+        positions = torch.arange(hidden.shape[1])
+        cos, sin = self.reference.rope(positions)
+        return Probe(hidden, positions, cos[0], sin[0])
+
+    def _plain_layer(self, index: int, tensors: Mapping[str, Tensor] | None) -> Block:
+        spec = self.reference.spec
+        with torch.device("meta"):
+            module = DecoderLayer(spec.layers[index], spec.rope)
+        return _block(f"layers.{index}", module, tensors, spec.layers[index], Layout()).with_layout(
+            module, raw_keys=self.raw_keys
+        )
+
+    def _plain_head(self, tensors: Mapping[str, Tensor] | None) -> Block:
+        spec = self.reference.spec
+        with torch.device("meta"):
+            module = Head(spec.hidden_size, spec.vocab_size, spec.norm_eps, spec.head_bias)
+        return _block("head", module, tensors, spec.layers[-1], Layout())
+
+
+def _block(name: str, module: nn.Module, tensors: Mapping[str, Tensor] | None, spec: Any, layout: Layout) -> Block:
+    if tensors is not None:
+        module.load_state_dict(dict(tensors), strict=True, assign=True)
+    return Block(name, module.eval().requires_grad_(False), spec, layout)
+
+
+def store_matrix(weight: Tensor, bits: int, name: str) -> Stored:
+    """A matrix on the 8-bit grid of its rows, or in fp16."""
+    from passes.quantize_weights import to_fp16
+
+    return to_fp16(weight, name) if bits == 16 else quantize_symmetric(weight, bits, name)
+
+
+def stored_tensors(block: Block) -> dict[str, Stored]:
+    """What the store keeps of a block: records of quantized weights, fp16 of everything else."""
+    kept: dict[str, Stored] = {name: value.detach().half() for name, value in block.module.named_parameters()}
+    return {**kept, **block.records}
+
+
+def unrotate(keys: Tensor, probe: Probe, attention_factor: float) -> Tensor:
+    """Keys (B, heads, S, D) before RoPE: rotation by the negative angle, divided by the squared factor."""
+    from pdconvert.blocks import rotate
+
+    cos, sin = probe.cos.double() / attention_factor**2, -probe.sin.double() / attention_factor**2
+    turned = rotate(keys.double()[..., : cos.shape[-1]], cos, sin, axis=3).float()
+    return torch.cat((turned, keys[..., cos.shape[-1] :]), -1)
+
+
+def code_hash() -> str:
+    """SHA-256 over the source files of this package and of the passes: a changed program shares no cache entry."""
+    import passes
+    import pdconvert
+
+    total = hashlib.sha256()
+    for package in (pdconvert, passes):
+        root = Path(package.__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            total.update(f"{path.relative_to(root.parent)}\n".encode() + path.read_bytes())
+    return total.hexdigest()
+
+
+def step_to_json(step: Step) -> dict[str, Any]:
+    """A ledger line as JSON; a bit-equal result has the SQNR null and `equal` true."""
+    line = asdict(step)
+    line["equal"] = math.isinf(step.previous_db) and step.previous_db > 0
+    for name in ("original_db", "previous_db"):
+        line[name] = getattr(step, name) if math.isfinite(getattr(step, name)) else str(getattr(step, name))
+    return {**line, "passed": step.passed}
+
+
+def step_from_json(line: Mapping[str, Any]) -> Step:
+    """The reverse of `step_to_json`."""
+    numbers = {name: float(line[name]) for name in ("original_db", "previous_db", "floor_db", "seconds")}
+    return Step(line["block"], line["step"], **numbers)
+
+
+def _save_flow(folder: Path, streams: Streams) -> None:
+    values = {"reference": streams.reference, "stored": streams.stored, "windows": streams.windows}
+    save_file({name: value.contiguous() for name, value in values.items()}, folder / "streams.safetensors")
+
+
+def _save_steps(folder: Path, steps: Sequence[Step]) -> None:
+    (folder / "steps.json").write_text(json.dumps([step_to_json(step) for step in steps]))

@@ -1,0 +1,1 @@
+"""Writers of the build folder's parts."""

@@ -1,0 +1,154 @@
+"""manifest.json and report.json: what was built, from what, with which verdict."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pdconvert
+from pdconvert import schema
+from pdconvert.checks import Check
+from pdconvert.compile import CompiledBlock, step_to_json
+from pdconvert.emit.mlx import DecodeFolder
+from pdconvert.ledger import Ledger
+from pdconvert.lowering.contract import input_ports, output_ports
+from pdconvert.prepare import Plan, Texts
+from pdconvert.process import list_files
+
+TOOLS = ("torch", "transformers", "coremltools", "numpy", "safetensors", "mlx", "mlx-lm", "gguf", "tokenizers")
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What the writers of manifest and report read.
+
+    Attributes:
+        store_hash: SHA-256 over the quantized store, from which both halves were written.
+        eos_token_ids: every token that ends a text.
+    """
+
+    plan: Plan
+    texts: Texts
+    hashes: dict[str, str]
+    blocks: Sequence[CompiledBlock]
+    decode: DecodeFolder
+    store_hash: str
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Whole-process seconds and peak resident bytes of a build."""
+
+    seconds: float
+    peak_bytes: int
+
+
+def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[str, Any]:
+    """The manifest's content; docs/contracts.md describes every field."""
+    plan, spec = emitted.plan, emitted.plan.spec
+    prefill = plan.recipe.prefill
+    functions = {
+        shape.name: {
+            "sequence_length": shape.tokens,
+            "past_length": shape.past,
+            "inputs": [port.manifest() for port in input_ports(spec, shape, prefill.embedding, prefill.outputs)],
+            "outputs": [port.manifest() for port in output_ports(spec, shape, prefill.outputs)],
+        }
+        for shape in plan.shapes
+    }
+    return {
+        "schema": schema.SCHEMA,
+        "name": plan.recipe.name,
+        "verdict": verdict,
+        "pdconvert": pdconvert.__version__,
+        "source": {
+            "label": plan.source.label,
+            "sha256": emitted.hashes,
+            "license": plan.source.license,
+            "model_type": spec.model_type,
+            "random": plan.source.random,
+            "notes": list(plan.notes),
+        },
+        "recipe": plan.recipe.resolved(),
+        "passes": {
+            "layers": [repr(item) for item in plan.passes],
+            "automatic": {name: [repr(item) for item in items] for name, items in plan.automatic.items()},
+        },
+        "prefill": {
+            "package": "prefill.mlpackage",
+            "target": prefill.target,
+            "outputs": prefill.outputs,
+            "embedding": prefill.embedding,
+            "compute_units": "cpu_and_ne",
+            "functions": functions,
+        },
+        "decode": {
+            "folder": "decode",
+            "quantization": emitted.decode.quantization,
+            "unquantized": list(emitted.decode.unquantized),
+            "size_bytes": emitted.decode.size_bytes,
+        },
+        "rope": {
+            "dims": spec.rope.dims,
+            "inv_freq": list(spec.rope.inv_freq),
+            "attention_factor": spec.rope.attention_factor,
+        },
+        "embedding": {"scale": spec.embedding_scale},
+        "kv": {
+            "rope": prefill.kv.rope,
+            "storage": prefill.kv.storage,
+            "layers": len(spec.layers),
+            "kv_heads": spec.kv_heads,
+            "head_dim": spec.head_dim,
+            "dtype": "fp16",
+            "layout": "1, layer*kv_head, head_dim, token",
+        },
+        "quantization": {"quantized": plan.quantized, "bits_per_weight": bits_per_weight(emitted.blocks)},
+        "eos_token_ids": list(emitted.eos_token_ids),
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "max_positions": spec.max_positions,
+        "hash": {"store": emitted.store_hash},
+        "texts": {"held_out_sha256": emitted.texts.hash, "windows": len(emitted.texts.windows)},
+        "tools": {**{name: metadata.version(name) for name in TOOLS}, "python": platform.python_version()},
+        "cost": {"seconds": round(cost.seconds, 1), "peak_bytes": cost.peak_bytes},
+        "files": [name for name in list_files(folder) if not name.startswith(".")],
+    }
+
+
+def bits_per_weight(blocks: Sequence[CompiledBlock]) -> float:
+    """Bits of codes and scales per weight of the decoder's linears; 16 where they are not quantized."""
+    bits = weights = 0
+    for block in blocks:
+        if block.name.startswith("layers."):
+            for name, value in block.tensors().items():
+                if len(value.shape) == 2:
+                    size = value.shape[0] * value.shape[1]
+                    weights += size
+                    quantized = hasattr(value, "codes")
+                    bits += size * value.bits + 16 * value.scales.numel() if quantized else 16 * size
+    return round(bits / weights, 4)
+
+
+def report(emitted: Emitted, verdict: str, checks: Sequence[Check], ledger: Ledger, cost: Cost) -> dict[str, Any]:
+    """The ledger: every pass, block and check."""
+    return {
+        "schema": schema.SCHEMA,
+        "name": emitted.plan.recipe.name,
+        "verdict": verdict,
+        "checks": [check.to_json() for check in checks],
+        "steps": [step_to_json(step) for step in ledger.steps],
+        "cost": {"seconds": round(cost.seconds, 1), "peak_bytes": cost.peak_bytes},
+    }
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write one JSON file, its folder made if missing."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,0 +1,97 @@
+"""Core ML as an executor, on macOS.
+
+This file is written against the documented interface of coremltools' `MLModel` and cannot be run on
+Linux, where it was written; the macOS job of the public CI runs its tests.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pdconvert.errors import InputError
+from pdconvert.executors.mil.package import FunctionInfo, Package
+from pdconvert.quiet import quiet_coremltools
+
+COMPUTE_UNITS = {"all": "ALL", "cpu_and_ne": "CPU_AND_NE", "cpu_and_gpu": "CPU_AND_GPU", "cpu_only": "CPU_ONLY"}
+_NUMPY = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32, "int8": np.int8, "bool": np.bool_}
+
+
+class CoremlSession:
+    """One function of a package, run by Core ML.
+
+    Attributes:
+        function: inputs, outputs and states, as the program gives them.
+        compute_units: what Core ML may use; it decides itself where each op runs.
+        kind: `coreml`; which executor this is.
+        reason: why it was chosen.
+    """
+
+    kind = "coreml"
+
+    def __init__(
+        self,
+        package: str | Path,
+        function: str | None = None,
+        *,
+        compute_units: str = "cpu_and_ne",
+        reason: str = "asked for",
+    ) -> None:
+        """Compile and load the function.
+
+        Raises:
+            InputError: unknown compute units, no such function, or Core ML refuses the package.
+        """
+        if compute_units not in COMPUTE_UNITS:
+            raise InputError(f"compute units {compute_units!r} are not one of {', '.join(COMPUTE_UNITS)}")
+        opened = Package.open(package)
+        self.function: FunctionInfo = opened.function(function)
+        self.compute_units = compute_units
+        self.reason = reason
+        coremltools = quiet_coremltools()
+        several = len(opened.function_names) > 1
+        try:
+            self._model = coremltools.models.MLModel(
+                str(package),
+                compute_units=coremltools.ComputeUnit[COMPUTE_UNITS[compute_units]],
+                function_name=self.function.name if several else None,
+            )
+        except RuntimeError as error:
+            raise InputError(f"{package}: Core ML cannot load function {self.function.name}: {error}") from error
+
+    def make_state(self) -> Any:
+        """Return Core ML's own state object, all zero."""
+        return self._model.make_state()
+
+    def run(self, inputs: Mapping[str, np.ndarray | torch.Tensor], state: Any = None) -> dict[str, torch.Tensor]:
+        """Run the function once.
+
+        Args:
+            inputs: every input by name.
+            state: from `make_state`; needed where the function has states.
+
+        Returns:
+            Outputs by name; floats as float32.
+
+        Raises:
+            InputError: inputs that Core ML does not take.
+        """
+        given = {}
+        for name, value in inputs.items():
+            info = self.function.inputs.get(name)
+            if info is None:
+                raise InputError(f"there is no input {name!r}; the inputs are {', '.join(self.function.inputs)}")
+            array = value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+            given[name] = array.astype(_NUMPY.get(info.dtype, array.dtype), copy=False)
+        try:
+            found = self._model.predict(given, state) if state is not None else self._model.predict(given)
+        except RuntimeError as error:
+            raise InputError(f"Core ML failed on function {self.function.name}: {error}") from error
+        return {name: _tensor(found[name]) for name in self.function.outputs}
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(value))
+    return tensor.float() if tensor.is_floating_point() else tensor

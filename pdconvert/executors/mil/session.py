@@ -1,0 +1,209 @@
+"""Run one function of a package."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pdconvert.errors import InputError
+from pdconvert.executors.mil import dtypes
+from pdconvert.executors.mil.graph import OpInfo, Plan, PlanBuilder, Step
+from pdconvert.executors.mil.package import FunctionInfo, Package
+from pdconvert.executors.mil.values import RUN_TIME, ValueInfo, round_fp16
+from pdconvert.executors.mil.weights import WeightCache, default_cache_bytes
+
+MODES = ("fp32", "fp16")
+
+State = dict[str, torch.Tensor]
+"""Buffers of a function's states by name; a call updates them in place."""
+
+OnOp = Callable[[OpInfo, tuple[torch.Tensor, ...]], None]
+"""Called after each op with its outputs, which it must neither change nor keep."""
+
+
+class MilSession:
+    """One function of a package, ready to run on the CPU.
+
+    Attributes:
+        package: the package.
+        function: inputs, outputs and states.
+        mode: `fp32`, or `fp16` (results that the program types as fp16 are rounded to it).
+        kind: `mil`; which executor this is.
+        reason: why it was chosen.
+    """
+
+    kind = "mil"
+
+    def __init__(
+        self,
+        package: Package | str | Path,
+        function: str | None = None,
+        *,
+        mode: str = "fp32",
+        weight_cache_bytes: int | None = None,
+        cache: WeightCache | None = None,
+        reason: str = "asked for",
+    ) -> None:
+        """Read the program; weights are read when they are first needed.
+
+        Args:
+            package: an open package or the path of one.
+            function: name of the function; the package's default one where None.
+            mode: `fp32` or `fp16`.
+            weight_cache_bytes: how many bytes of materialised weights to keep (2 GB by default, or a
+                quarter of the memory if less); the rest is materialised at each use.
+            cache: a cache to share with other sessions on the same package and mode, so that the
+                functions of a package hold their common weights once.
+            reason: for the report.
+
+        Raises:
+            InputError: no such function, or an op that cannot be run.
+        """
+        if mode not in MODES:
+            raise InputError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+        self.package = package if isinstance(package, Package) else Package.open(package)
+        self.function: FunctionInfo = self.package.function(function)
+        self.mode = mode
+        self.reason = reason
+        limit = default_cache_bytes() if weight_cache_bytes is None else weight_cache_bytes
+        self.cache = cache if cache is not None else WeightCache(limit)
+        self._base: list[Any] = []
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The steps."""
+        return PlanBuilder(self.package, self.function.name, self.mode == "fp16").build()
+
+    def make_state(self) -> State:
+        """Return the function's states, all zero."""
+        return {name: _zeros(info) for name, info in self.function.states.items()}
+
+    @torch.inference_mode()
+    def run(
+        self,
+        inputs: Mapping[str, np.ndarray | torch.Tensor],
+        state: State | None = None,
+        *,
+        on_op: OnOp | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Run the function once.
+
+        Args:
+            inputs: every input by name. Floats of any width are taken for float inputs.
+            state: buffers from `make_state`, updated in place; needed where the function has states.
+                After an error their content is undefined.
+            on_op: called after each op.
+
+        Returns:
+            Outputs by name: floats as float32 (with fp16 values in fp16 mode), integers in their type.
+            They belong to the caller.
+
+        Raises:
+            InputError: an input that is missing, left over or of the wrong shape or type, or an op that
+                fails on these inputs; the message names it.
+        """
+        buffers = self._check_state(state)
+        plan = self.plan
+        if not self._base:
+            self._base = [None] * plan.slots
+        registers = self._base.copy()
+        self._bind(inputs, registers)
+        for step in plan.steps:
+            try:
+                self._execute(step, registers, buffers)
+            except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as error:
+                detail = str(error).strip().splitlines() or [type(error).__name__]
+                raise InputError(f"{self.package.path}: {step.info} failed: {detail[0]}") from error
+            if on_op is not None:
+                on_op(step.info, tuple(registers[slot] for slot in step.outs))
+            for slot in step.frees:
+                registers[slot] = self._base[slot]
+        return {name: self._output(name, slot, registers) for name, slot in plan.outputs.items()}
+
+    def _execute(self, step: Step, registers: list[Any], buffers: State) -> None:
+        for slot in step.loads:
+            if registers[slot] is None:
+                self._load(slot, registers)
+        if step.kind == "op":
+            args = [
+                [registers[i] for i in a] if isinstance(a, list) else None if a is None else registers[a]
+                for a in step.args
+            ]
+            params = {name: registers[slot].tolist() for name, slot in step.dynamic}
+            if step.target >= 0:
+                result = step.into(*args, args[step.target], **params)
+            else:
+                result = step.fn(*args, **params)
+            if len(step.outs) == 1:
+                registers[step.outs[0]] = round_fp16(result) if step.rounds[0] else result
+                return
+            for slot, rounds, value in zip(step.outs, step.rounds, result, strict=True):
+                registers[slot] = round_fp16(value) if rounds else value
+        elif step.kind == "read":
+            registers[step.outs[0]] = buffers[step.state]
+        else:
+            self._write(step, registers[step.args[0]], buffers)
+
+    def _write(self, step: Step, data: torch.Tensor, buffers: State) -> None:
+        old = buffers[step.state]
+        if data is old:
+            return
+        whole = data.is_contiguous() and data.untyped_storage().nbytes() == data.numel() * data.element_size()
+        buffers[step.state] = data if whole and not step.copies_data else data.clone()
+
+    def _load(self, slot: int, registers: list[Any]) -> None:
+        tensor, kept = self.cache.get(self.plan.statics[slot])
+        registers[slot] = tensor
+        if kept:
+            self._base[slot] = tensor
+
+    def _output(self, name: str, slot: int, registers: list[Any]) -> torch.Tensor:
+        if registers[slot] is None:
+            self._load(slot, registers)
+        value = registers[slot]
+        return value.clone() if name in self.plan.copied_outputs else value.contiguous()
+
+    def _check_state(self, state: State | None) -> State:
+        if not self.function.states:
+            return {}
+        if state is None:
+            raise InputError(
+                f"{self.package.path}: function {self.function.name} has states"
+                f" ({', '.join(self.function.states)}); pass state=session.make_state()"
+            )
+        if set(state) != set(self.function.states):
+            raise InputError(f"{self.package.path}: function {self.function.name} has states {list(self.function.states)}")
+        return state
+
+    def _bind(self, inputs: Mapping[str, Any], registers: list[Any]) -> None:
+        wanted = self.function.inputs
+        missing = [name for name in wanted if name not in inputs]
+        extra = [name for name in inputs if name not in wanted]
+        if missing or extra:
+            problem = f"input {missing[0]!r} is missing" if missing else f"there is no input {extra[0]!r}"
+            raise InputError(
+                f"{self.package.path}: function {self.function.name}: {problem}; its inputs are {', '.join(wanted)}"
+            )
+        for name, info in wanted.items():
+            registers[self.plan.inputs[name]] = self._input(name, info, inputs[name])
+
+    def _input(self, name: str, info: ValueInfo, given: Any) -> torch.Tensor:
+        value = torch.as_tensor(given)
+        where = f"{self.package.path}: function {self.function.name}: input {name!r}"
+        fits = len(value.shape) == len(info.shape) and all(
+            want in (RUN_TIME, size) for size, want in zip(value.shape, info.shape, strict=True)
+        )
+        if not fits:
+            raise InputError(f"{where} has shape {list(value.shape)}, expected {list(info.shape)}")
+        mil = dtypes.BY_NAME[info.dtype]
+        if value.dtype.is_floating_point != mil.is_float and not mil.is_float:
+            raise InputError(f"{where} has type {value.dtype}, expected {info.dtype}")
+        value = value.to(getattr(torch, mil.torch))
+        return round_fp16(value) if self.mode == "fp16" and info.dtype == "fp16" else value
+
+
+def _zeros(info: ValueInfo) -> torch.Tensor:
+    return torch.zeros(info.shape, dtype=getattr(torch, dtypes.BY_NAME[info.dtype].torch))

@@ -1,0 +1,141 @@
+"""Values that are known before the program runs, and the cache of those that were materialised.
+
+A constant is a leaf (an immediate value or a tensor in the weight file) or an op all of whose inputs are
+constants: the `constexpr_*` ops, but also a `transpose` or `cast` that a converter left behind. It is
+computed when an op needs it and kept as long as the cache has room, else computed again at each use. So
+a package runs in little memory, and as fast as memory allows.
+"""
+
+import os
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from pdconvert.executors.mil import dtypes
+from pdconvert.executors.mil.dtypes import MilType
+from pdconvert.executors.mil.values import FileValue, ValueInfo, round_fp16, to_torch
+
+ALWAYS_KEPT_BYTES = 64 * 1024
+"""Constants up to this size do not count against the cache's limit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """A constant that stands in the package.
+
+    Attributes:
+        info: its type.
+        held: the value: an array in the numpy type of its element type, a string, a list, or a place in
+            a weight file.
+        key: equal for equal constants, across functions of one package.
+    """
+
+    info: ValueInfo
+    held: FileValue | np.ndarray | str | list[str]
+    key: Hashable
+
+    def python(self) -> Any:
+        """Return it as a Python value: str, bool, int, float or nested lists of these."""
+        if isinstance(self.held, FileValue):
+            return to_torch(self.held.array(), self.held.dtype).tolist()
+        if isinstance(self.held, np.ndarray):
+            return to_torch(self.held, dtypes.BY_NAME[self.info.dtype]).tolist()
+        return self.held
+
+    def tensor(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return it as a tensor, which shares memory with the file where no conversion is needed."""
+        del memo
+        if isinstance(self.held, FileValue):
+            return to_torch(self.held.array(), self.held.dtype)
+        return to_torch(np.asarray(self.held), dtypes.BY_NAME[self.info.dtype])
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """One output of an op whose inputs are all constant.
+
+    Attributes:
+        info: its type.
+        call: computes the op's outputs from tensors.
+        args: the constants it takes: one for each tensor, a list of them, or None.
+        output: which output of the op this is.
+        node: shared by all outputs of one op.
+        rounds: whether the value is rounded to fp16.
+        key: equal for equal constants, across functions of one package.
+    """
+
+    info: ValueInfo
+    call: Callable[..., Any]
+    args: Sequence[Any]
+    output: int
+    node: object
+    rounds: bool
+    key: Hashable
+
+    def python(self) -> Any:
+        """Return it as a Python value."""
+        return self.tensor({}).tolist()
+
+    def tensor(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Compute it. `memo` holds results by node, so that one op runs once for all its outputs."""
+        results = memo.get(id(self.node))
+        if results is None:
+            results = self.call(*[_evaluate(arg, memo) for arg in self.args])
+            memo[id(self.node)] = results
+        value = results[self.output] if isinstance(results, tuple) else results
+        return round_fp16(value) if self.rounds else value
+
+
+Static = Leaf | Folded
+
+
+def _evaluate(arg: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(arg, list):
+        return [_evaluate(item, memo) for item in arg]
+    return None if arg is None else arg.tensor(memo)
+
+
+def held_bytes(info: ValueInfo) -> int:
+    """Return the bytes of a static value while it is held as a torch tensor."""
+    mil: MilType = dtypes.BY_NAME[info.dtype]
+    return int(np.prod(info.shape, dtype=np.int64)) * getattr(torch, mil.torch).itemsize
+
+
+def default_cache_bytes() -> int:
+    """Return the default limit of a weight cache: 2 GB, or a quarter of this machine's memory if less."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(2_000_000_000, memory // 4)
+
+
+@dataclass
+class WeightCache:
+    """Materialised constants up to a number of bytes; first come, first kept.
+
+    Keeping the first ones is right for programs that pass over all weights in one order: with a limit
+    below their size, throwing out the oldest would throw out each one just before it is needed.
+
+    Attributes:
+        limit_bytes: how much may be kept.
+        kept_bytes: how much is kept.
+    """
+
+    limit_bytes: int
+    kept_bytes: int = 0
+    _held: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+
+    def get(self, static: Static) -> tuple[torch.Tensor, bool]:
+        """Return a constant's tensor and whether it stays in the cache."""
+        found = self._held.get(static.key)
+        if found is not None:
+            return found, True
+        tensor = static.tensor({})
+        size = tensor.numel() * tensor.element_size()
+        if size > ALWAYS_KEPT_BYTES:
+            if self.kept_bytes + size > self.limit_bytes:
+                return tensor, False
+            self.kept_bytes += size
+        self._held[static.key] = tensor
+        return tensor, True

@@ -1,0 +1,52 @@
+"""The SQNR ledger: what every pass did to every block, and its gate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from pdconvert.checks import Check
+from pdconvert.program import Step
+
+ADVICE = {
+    "family": "the family's block differs from Hugging Face's; report it as a bug with the checkpoint's config",
+    "quantize_weights": "use a finer scheme, or `scheme: none` to see what the weights cost",
+}
+DEFAULT_ADVICE = "take the pass out of the recipe, or report it as a bug with the checkpoint's config"
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Steps of all blocks, in the order in which they ran."""
+
+    steps: list[Step]
+
+    def names(self) -> list[str]:
+        """Steps by name, in order of their first appearance."""
+        return list(dict.fromkeys(step.step for step in self.steps))
+
+    def worst(self, name: str) -> Step:
+        """The block in which a step did worst against the step before it; NaN is worst of all."""
+        steps = [step for step in self.steps if step.step == name]
+        return min(steps, key=lambda step: -math.inf if math.isnan(step.previous_db) else step.previous_db)
+
+    def gates(self, adapted_db: float) -> list[Check]:
+        """One check per step: its worst block against its floor, exact steps also against `adapted_db`."""
+        checks = []
+        for name in self.names():
+            step = self.worst(name)
+            floor = step.floor_db if name == "quantize_weights" else max(step.floor_db, adapted_db)
+            hint = f"block {step.block}, pass {name}: {ADVICE.get(name, DEFAULT_ADVICE)}"
+            value = math.nan if math.isnan(step.original_db) else step.previous_db
+            checks.append(Check(f"pass {name}, worst block ({step.block})", "sqnr_db", value, floor, hint=hint))
+        return checks
+
+    def table(self) -> list[dict[str, Any]]:
+        """Per step the worst block's SQNR against the step before and the original, in dB."""
+        rows = []
+        for name in self.names():
+            step = self.worst(name)
+            original = min(other.original_db for other in self.steps if other.step == name)
+            rows.append({"step": name, "block": step.block, "previous_db": step.previous_db, "original_db": original})
+        return rows

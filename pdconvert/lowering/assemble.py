@@ -1,0 +1,242 @@
+"""Blocks into functions: one MIL program in which all functions share the weights by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from coremltools.converters.mil import Builder as mb
+from coremltools.converters.mil.mil import Function, Program, types
+
+from pdconvert.errors import InputError
+from pdconvert.lowering.aten import ROWS, slice_axis
+from pdconvert.lowering.contract import FunctionShape, input_ports, output_ports
+from pdconvert.lowering.export import BlockGraph, export_block, signature
+from pdconvert.model import ModelSpec
+from pdconvert.program import Block
+from pdconvert.quant.grid import QuantizedLinear
+from pdconvert.quant.store import Stored
+
+DTYPES = {"fp16": types.fp16, "int32": types.int32}
+SPECIFICATION_VERSIONS = {"iOS16": 7, "iOS17": 8, "iOS18": 9}
+VIEWS = ("aten.view.default", "aten.reshape.default")
+LoadBlock = Callable[[str], Mapping[str, Stored]]
+
+
+@dataclass
+class Lowering:
+    """What is needed to write functions.
+
+    Attributes:
+        spec: the model.
+        skeletons: one weightless block per name, in order, the head last where there is one.
+        load: the stored tensors of a block by name, memory-mapped.
+        target: minimum deployment target, "iOS16" to "iOS18".
+        outputs, embedding: the recipe's `prefill.outputs` and `prefill.embedding`.
+    """
+
+    spec: ModelSpec
+    skeletons: Sequence[Block]
+    load: LoadBlock
+    target: str
+    outputs: str
+    embedding: str
+    _graphs: dict[Any, BlockGraph] = field(default_factory=dict)
+
+    def program(self, shapes: Sequence[FunctionShape]) -> Program:
+        """The MIL program with one function per shape, the first one being the default."""
+        import coremltools as ct
+
+        mb.name_count.clear()  # names of constants count up per process; equal builds need equal names
+
+        program = Program()
+        for shape in shapes:
+            ports = input_ports(self.spec, shape, self.embedding, self.outputs)
+            inputs = {port.name: mb.placeholder(shape=port.shape, dtype=DTYPES[port.dtype]) for port in ports}
+            with Function(inputs, opset_version=getattr(ct.target, self.target)) as function:
+                function.set_outputs(self._function(dict(function.inputs), shape))
+            program.add_function(shape.name, function)
+        program.default_function_name = shapes[0].name
+        program.export_as_multifunction = len(shapes) > 1
+        return program
+
+    def _function(self, inputs: dict[str, Any], shape: FunctionShape) -> list[Any]:
+        hidden = inputs["hidden"] if self.embedding == "host" else self._embed(inputs["token_ids"])
+        caches: dict[str, list[Any]] = {"k": [], "v": []}
+        rope_mask = [inputs["rope_cos"], inputs["rope_sin"], inputs["mask"]]
+        layers = [block for block in self.skeletons if block.name.startswith("layers.")]
+        for index, block in enumerate(layers):
+            heads = block.spec.kv_heads
+            past = [
+                slice_axis(f"{_identifier(block.name)}_{name}", inputs[name], 1, index * heads, heads)
+                for name in ("past_k", "past_v")
+                if shape.past
+            ]
+            results = dict(zip(block.outputs, self._block(block, shape, [hidden, *rope_mask, *past]), strict=True))
+            hidden = results.get("hidden")
+            for name, values in caches.items():
+                values.append(results[name])
+        outputs = [_gather_cache(values, name) for name, values in caches.items()]
+        if self.outputs == "logits":
+            outputs.append(self._logits(hidden, inputs["row"], self.skeletons[-1]))
+        wanted = [port.name for port in output_ports(self.spec, shape, self.outputs)]
+        assert [output.name for output in outputs] == wanted, "outputs differ from the contract"
+        return outputs
+
+    def _embed(self, token_ids: Any) -> Any:
+        """token_ids (1, S) int32 → hidden (1, H, 1, S)."""
+        table = self._constant("embedding", "weight", self.load("embedding")["weight"], None)
+        rows = mb.gather(x=table, indices=token_ids, axis=0, name="embedding_rows")
+        if self.spec.embedding_scale != 1:
+            rows = mb.mul(x=rows, y=np.float16(self.spec.embedding_scale), name="embedding_scaled")
+        return mb.expand_dims(x=mb.transpose(x=rows, perm=[0, 2, 1]), axes=[2], name="embedding_hidden")
+
+    def _logits(self, hidden: Any, row: Any, head: Block) -> Any:
+        """hidden (1, H, 1, S) and a one-hot row (1, 1, S, 1) → logits (1, V, 1, 1) of that row."""
+        size, length = self.spec.hidden_size, hidden.shape[3]
+        states = mb.reshape(x=hidden, shape=[1, 1, size, length], name="head_states")
+        chosen = mb.matmul(x=states, y=row, name="head_row")
+        chosen = mb.reshape(x=chosen, shape=[1, size, 1, 1], name="head_hidden")
+        (logits,) = self._block(head, FunctionShape(1), [chosen])
+        return mb.identity(x=logits, name="logits")
+
+    def _block(self, block: Block, shape: FunctionShape, inputs: Sequence[Any]) -> list[Any]:
+        """Lower one block: its graph with its constants; `inputs` beyond what it takes are left out."""
+        key = signature(block, shape)
+        if key not in self._graphs:
+            self._graphs[key] = export_block(block, self.spec.rope.dims, shape)
+        graph = self._graphs[key]
+        values = dict(zip(graph.inputs, inputs[: len(graph.inputs)], strict=True))
+        stored = self.load(block.name)
+        shapes = {name: tuple(value.shape) for name, value in block.module.named_parameters()}
+        constants = {
+            placeholder: _Parameter(name, stored[name], shapes[name]) for placeholder, name in graph.parameters.items()
+        }
+        return _Walk(self, block.name, values, constants).run(graph.graph)
+
+    def _constant(self, block: str, name: str, value: Stored, shape: tuple[int, ...] | None) -> Any:
+        """A stored tensor as a MIL constant, reshaped; equal names share one blob across functions."""
+        label = _identifier(f"{block}.{name}")
+        if isinstance(value, QuantizedLinear):
+            return self._quantized(label, value, shape or value.shape)
+        data = value.numpy().reshape(shape or value.shape)
+        constant = mb.const(val=data, name=label)
+        constant.op.weight_id = label
+        return constant
+
+    def _quantized(self, label: str, record: QuantizedLinear, shape: tuple[int, ...]) -> Any:
+        codes = record.codes.numpy().reshape(shape)
+        scales = record.scales.numpy().reshape(record.scales.shape + (1,) * (len(shape) - 2))
+        if self.target == "iOS18":
+            result = mb.constexpr_blockwise_shift_scale(data=codes, scale=scales, name=label)
+            parts = {"data": result.op.inputs["data"], "scale": result.op.inputs["scale"]}
+        elif record.group == 0:
+            result = mb.constexpr_affine_dequantize(
+                quantized_data=codes, zero_point=np.int8(0), scale=scales.reshape(-1), axis=0, name=label
+            )
+            parts = {"data": result.op.inputs["quantized_data"], "scale": result.op.inputs["scale"]}
+        else:
+            raise InputError(f"{label}: weights in groups need the target iOS18, not {self.target}")
+        for part, variable in parts.items():
+            variable.op.weight_id = f"{label}_{part}"
+        return result
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter of a block before it is written as a constant; a view of it only changes the shape."""
+
+    name: str
+    value: Stored
+    shape: tuple[int, ...]
+
+
+@dataclass
+class _Walk:
+    """One pass over an FX graph, emitting MIL ops."""
+
+    lowering: Lowering
+    block: str
+    values: dict[str, Any]
+    parameters: dict[str, _Parameter]
+
+    def run(self, graph: torch.fx.Graph) -> list[Any]:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                return [self.values[output.name] for output in node.args[0]]
+        raise AssertionError("the graph has no output")
+
+    def _call(self, node: torch.fx.Node) -> None:
+        target = str(node.target)
+        source = node.args[0]
+        if target in VIEWS and isinstance(source, torch.fx.Node) and source.name in self.parameters:
+            parameter = self.parameters[source.name]
+            shape = tuple(torch.empty(parameter.shape, device="meta").view(node.args[1]).shape)
+            self.parameters[node.name] = _Parameter(parameter.name, parameter.value, shape)
+            return
+        if _only_feeds_products(node):
+            return
+        if target not in ROWS:
+            raise InputError(
+                f"{self.block}: {target} has no row in the lowering table (pdconvert/lowering/aten.py); it comes from "
+                f"{_line(node)}. Add a row, or rewrite the block without it"
+            )
+        name = _identifier(f"{self.block}.{_scope(node)}.{node.name}")
+        if target == "aten.matmul.default":
+            (x, flip_x), (y, flip_y) = (_transposed(argument) for argument in node.args)
+            self.values[node.name] = ROWS[target](name, self._value(x), self._value(y), flip_x, flip_y)
+            return
+        arguments = [self._value(argument) for argument in node.args]
+        self.values[node.name] = ROWS[target](name, *arguments, **node.kwargs)
+
+    def _value(self, argument: Any) -> Any:
+        if isinstance(argument, torch.fx.Node):
+            if argument.name not in self.values:
+                parameter = self.parameters[argument.name]
+                self.values[argument.name] = self.lowering._constant(
+                    self.block, parameter.name, parameter.value, parameter.shape
+                )
+            return self.values[argument.name]
+        if isinstance(argument, list | tuple):
+            return [self._value(part) for part in argument]
+        return argument
+
+
+def _only_feeds_products(node: torch.fx.Node) -> bool:
+    """A swap of the last two axes that matmul can do itself."""
+    if str(node.target) != "aten.transpose.int":
+        return False
+    rank = node.meta["val"].dim()
+    swaps_last = {axis % rank for axis in node.args[1:]} == {rank - 1, rank - 2}
+    return swaps_last and bool(node.users) and all(str(user.target) == "aten.matmul.default" for user in node.users)
+
+
+def _transposed(argument: Any) -> tuple[Any, bool]:
+    if isinstance(argument, torch.fx.Node) and _only_feeds_products(argument):
+        return argument.args[0], True
+    return argument, False
+
+
+def _gather_cache(values: Sequence[Any], name: str) -> Any:
+    """Caches (1, heads, D, S) of all layers as one (1, L·heads, D, S)."""
+    return mb.identity(x=values[0], name=name) if len(values) == 1 else mb.concat(values=list(values), axis=1, name=name)
+
+
+def _scope(node: torch.fx.Node) -> str:
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return stack[-1][0].removeprefix("block").lstrip(".") if stack else ""
+
+
+def _line(node: torch.fx.Node) -> str:
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    return " → ".join(lines[-2:]) if lines else "an unknown line"
+
+
+def _identifier(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")

@@ -1,0 +1,127 @@
+"""The graph's contract: names, shapes and axes of what a function takes and gives (docs/contracts.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdconvert.blocks import Head, KeysValuesLayer
+from pdconvert.model import ModelSpec
+from pdconvert.program import Block
+
+
+@dataclass(frozen=True)
+class FunctionShape:
+    """One static entry point: `tokens` new tokens on up to `past` cached ones."""
+
+    tokens: int
+    past: int = 0
+
+    @property
+    def name(self) -> str:
+        if not self.past:
+            return f"prefill_{self.tokens}"
+        return f"decode_1_ctx{self.past}" if self.tokens == 1 else f"extend_{self.tokens}_ctx{self.past}"
+
+    @property
+    def keys(self) -> int:
+        """Number of key positions: past and new."""
+        return self.past + self.tokens
+
+
+@dataclass(frozen=True)
+class Port:
+    """A graph input or output. Dtypes are Core ML's names: "fp16" or "int32"."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    dtype: str = "fp16"
+
+    def manifest(self) -> dict[str, Any]:
+        """The port as the manifest lists it; the role is the name that the contract gives."""
+        axes, shape = list(self.axes), list(self.shape)
+        return {"name": self.name, "role": self.name, "shape": shape, "dtype": self.dtype, "axes": axes}
+
+
+def input_ports(spec: ModelSpec, shape: FunctionShape, embedding: str, outputs: str) -> list[Port]:
+    """The inputs of a function, in the order of the contract."""
+    tokens, past = shape.tokens, shape.past
+    rope = (1, 1, spec.rope.dims, tokens), ("1", "1", "rope_dim", "token")
+    if embedding == "graph":
+        ports = [Port("token_ids", (1, tokens), ("1", "token"), "int32")]
+    else:
+        ports = [Port("hidden", (1, spec.hidden_size, 1, tokens), ("1", "hidden", "1", "token"))]
+    ports += [Port("rope_cos", *rope), Port("rope_sin", *rope)]
+    ports.append(Port("mask", (1, 1, shape.keys, tokens), ("1", "1", "key", "token")))
+    if past:
+        cache = (1, len(spec.layers) * spec.kv_heads, spec.head_dim, past)
+        axes = ("1", "layer*kv_head", "head_dim", "past_token")
+        ports += [Port("past_k", cache, axes), Port("past_v", cache, axes)]
+    if outputs == "logits":
+        ports.append(Port("row", (1, 1, tokens, 1), ("1", "1", "token", "1")))
+    return ports
+
+
+def output_ports(spec: ModelSpec, shape: FunctionShape, outputs: str) -> list[Port]:
+    """The outputs of a function, in the order of the contract."""
+    cache = (1, len(spec.layers) * spec.kv_heads, spec.head_dim, shape.tokens)
+    axes = ("1", "layer*kv_head", "head_dim", "token")
+    ports = [Port("k", cache, axes), Port("v", cache, axes)]
+    if outputs == "logits":
+        ports.append(Port("logits", (1, spec.vocab_size, 1, 1), ("1", "vocabulary", "1", "1")))
+    return ports
+
+
+class ContractForm(nn.Module):
+    """A block with the contract's inputs and outputs, whatever form the passes left it in.
+
+    A fully adapted block passes through unchanged; for one that lacks a pass the layout changes are put
+    around it, so that a recipe may leave the pass out.
+    """
+
+    def __init__(self, block: Block):
+        super().__init__()
+        self.block = block.module
+        self.layout = block.layout
+        self.form = type(block.module)
+
+    def forward(self, hidden: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        """hidden (1, H, 1, S); rope_cos, rope_sin (1, 1, D, S); mask (1, 1, K, S); past_k, past_v (1, h, D, C)."""
+        if not self.layout.channels_first:
+            hidden = hidden.squeeze(2).transpose(1, 2)
+        if self.form is Head:
+            logits = self.block(hidden)
+            return (logits if self.layout.channels_first else logits.transpose(1, 2).unsqueeze(2),)
+        rest = tuple(rest) if self.layout.heads_first else tuple(part.transpose(2, 3) for part in rest)
+        rope, mask, past = rest[:2], rest[2:3], rest[3:]
+        if self.form is KeysValuesLayer:
+            keys, values = self.block(hidden, rope)
+            return self.cache(keys), self.cache(values)
+        hidden, keys, values = self.block(hidden, rope, *mask, tuple(past) or None)
+        if not self.layout.channels_first:
+            hidden = hidden.transpose(1, 2).unsqueeze(2)
+        return hidden, self.cache(keys), self.cache(values)
+
+    def cache(self, x: Tensor) -> Tensor:
+        return x if self.layout.heads_first else x.transpose(2, 3)
+
+
+def example_inputs(block: Block, rope_dims: int, shape: FunctionShape) -> tuple[Tensor, ...]:
+    """Inputs of `ContractForm` on the meta device; distinct tensors, since export takes equal objects for one input."""
+    spec = block.spec
+
+    def meta(*size: int) -> Tensor:
+        return torch.empty(size, device="meta")
+
+    hidden = meta(1, spec.hidden_size, 1, shape.tokens)
+    if isinstance(block.module, Head):
+        return (hidden,)
+    rope = [meta(1, 1, rope_dims, shape.tokens) for _ in range(2)]
+    if isinstance(block.module, KeysValuesLayer):
+        return (hidden, *rope)
+    past = [meta(1, spec.kv_heads, spec.head_dim, shape.past) for _ in range(2 * bool(shape.past))]
+    return (hidden, *rope, meta(1, 1, shape.keys, shape.tokens), *past)

@@ -1,0 +1,57 @@
+"""torch.export of a block on the meta device: no weights, one graph per distinct signature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdconvert.blocks import rewrite
+from pdconvert.lowering.contract import ContractForm, FunctionShape, example_inputs
+from pdconvert.program import Block
+
+PREFIX = "block."
+
+
+@dataclass(frozen=True)
+class BlockGraph:
+    """An exported block.
+
+    Attributes:
+        graph: the FX graph of aten ops.
+        parameters: placeholder name → parameter name in the block.
+        inputs: names of the remaining placeholders, in the contract's order.
+    """
+
+    graph: torch.fx.Graph
+    parameters: dict[str, str]
+    inputs: tuple[str, ...]
+
+
+def signature(block: Block, shape: FunctionShape) -> tuple[Any, ...]:
+    """Equal for two blocks whose graphs are equal but for the weights."""
+    parts = tuple((name, type(part).__name__) for name, part in block.module.named_modules())
+    parameters = tuple((name, tuple(value.shape)) for name, value in block.module.named_parameters())
+    return block.spec, block.layout, shape, parts, parameters
+
+
+def export_block(block: Block, rope_dims: int, shape: FunctionShape) -> BlockGraph:
+    """Export a block's contract form for one function shape."""
+
+    def to_meta(part: nn.Module) -> None:
+        for name, value in part._parameters.items():
+            if value is not None:
+                part._parameters[name] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
+
+    skeleton = rewrite(block.module, to_meta)
+    for part in skeleton.modules():
+        part.training = False
+    form = ContractForm(block)
+    form.block = skeleton
+    with torch.no_grad():
+        program = torch.export.export(form.eval(), example_inputs(block, rope_dims, shape))
+    names = program.graph_signature.inputs_to_parameters
+    parameters = {placeholder: name.removeprefix(PREFIX) for placeholder, name in names.items()}
+    return BlockGraph(program.graph, parameters, tuple(program.graph_signature.user_inputs))

@@ -1,0 +1,42 @@
+"""Measures of difference, each with its unit in its name."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def sqnr_db(signal: Tensor, result: Tensor) -> float:
+    """Signal-to-quantization-noise ratio, 10·log10(Σ signal² / Σ (signal − result)²), in dB.
+
+    Returns:
+        inf where both are bit-equal, NaN where either holds a NaN or an infinity.
+    """
+    signal, result = signal.double(), result.double()
+    noise = (signal - result).square().sum().item()
+    power = signal.square().sum().item()
+    if not (math.isfinite(noise) and math.isfinite(power)):
+        return math.nan
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(power / noise) if power > 0 else -math.inf
+
+
+def kl_divergence_nats(reference_logits: Tensor, logits: Tensor) -> Tensor:
+    """KL(reference ‖ other) of next-token distributions, in nats, one value per row.
+
+    Args:
+        reference_logits, logits: (N, V), any float type.
+    """
+    reference = torch.log_softmax(reference_logits.double(), -1)
+    other = torch.log_softmax(logits.double(), -1)
+    return (reference.exp() * (reference - other)).sum(-1)
+
+
+def mean_and_error(values: Tensor) -> tuple[float, float]:
+    """Mean and its standard error; the error of a single value is infinite."""
+    count = values.numel()
+    error = values.double().std().item() / math.sqrt(count) if count > 1 else math.inf
+    return values.double().mean().item(), error

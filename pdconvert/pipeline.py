@@ -1,0 +1,265 @@
+"""The pipeline, top to bottom: from a recipe to a verified pair in a build folder."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdconvert.cache import open_cache
+from pdconvert.checks import Check, verdict
+from pdconvert.compile import CompiledBlock, Compiler
+from pdconvert.emit.manifest import Cost, Emitted, manifest, report, write_json
+from pdconvert.emit.mlx import check_store_equality, write_decode_folder
+from pdconvert.emit.vectors import Case, GreedyCase, write_vectors
+from pdconvert.ledger import Ledger
+from pdconvert.prepare import GREEDY_TOKENS, Plan, Texts, make_compiler, make_plan, make_texts
+from pdconvert.process import output_folder
+from pdconvert.progress import Progress
+from pdconvert.quant.store import Stored
+from pdconvert.report.summary import summary
+from pdconvert.sources import open_source
+
+if TYPE_CHECKING:
+    from pdconvert.recipe import Recipe
+    from pdconvert.runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """Where the build lies, its verdict ("pass" or "fail"), and a summary of at most 80 columns."""
+
+    path: Path
+    verdict: str
+    summary: str
+
+
+@torch.no_grad()
+def build(
+    recipe: Recipe, out: Path, *, force: bool = False, use_cache: bool = True, progress: Progress | None = None
+) -> BuildResult:
+    """Compile a recipe into `out`, verify what was written by running it, and report.
+
+    Raises:
+        InputError: the recipe or the checkpoint cannot be built; nothing is left behind.
+    """
+    started = time.monotonic()
+    progress = progress or Progress.silent()
+    source = open_source(recipe.source)
+    plan = make_plan(recipe, source)
+    with output_folder(out, force=force) as folder, open_cache(use_cache, folder / ".cache") as cache:
+        tokenizer = _tokenizer(plan, folder / ".tokenizer")
+        texts = make_texts(plan, tokenizer)
+        hashes = source.hashes()
+        compiler = make_compiler(plan, texts, hashes)
+
+        with progress.stage("compile blocks"):
+            compiled = progress.bar(compiler.compile(cache), "compile", total=compiler.depth + 2, unit="block")
+            blocks = list(compiled)
+        ledger = Ledger([step for block in blocks for step in block.steps()])
+        with progress.stage("greedy tokens of the reference"):
+            greedy = _greedy(compiler, texts)
+        with progress.stage("write the prefill package"):
+            _write_package(folder / "prefill.mlpackage", plan, compiler, blocks)
+        with progress.stage("write the decode folder"):
+            decode = write_decode_folder(folder / "decode", plan.decode_config, decode_tensors(plan, blocks), source)
+        cases = _cases(plan, texts, blocks, folder / "decode")
+        write_vectors(folder / "test_vectors", cases, greedy)
+        emitted = Emitted(plan, texts, hashes, blocks, decode, _store_hash(blocks), _eos(plan, tokenizer))
+        write_json(folder / "manifest.json", manifest(folder, emitted, "fail", Cost(0, 0)))
+
+        with progress.stage("verify the shipped files"):
+            checks = ledger.gates(recipe.gates.adapted_db)
+            checks += _verify(folder, plan, texts, compiler, blocks, cases, greedy)
+        outcome, cost = verdict(checks), Cost(time.monotonic() - started, peak_bytes())
+        for scratch in (".cache", ".tokenizer"):
+            shutil.rmtree(folder / scratch, ignore_errors=True)
+        write_json(folder / "report" / "report.json", report(emitted, outcome, checks, ledger, cost))
+        write_json(folder / "manifest.json", manifest(folder, emitted, outcome, cost))
+        text = summary(folder, checks, ledger, cost)
+    return BuildResult(out, outcome, text)
+
+
+def peak_bytes() -> int:
+    """Peak resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _tokenizer(plan: Plan, folder: Path) -> Tokenizer | None:
+    """The source's tokenizer, or None where it has none."""
+    from pdconvert.runtime.tokenizer import Tokenizer
+
+    if not plan.source.has_tokenizer:
+        return None
+    folder.mkdir()
+    plan.source.write_tokenizer(folder)
+    return Tokenizer(folder)
+
+
+def _eos(plan: Plan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    from pdconvert.runtime.tokenizer import eos_token_ids
+
+    own = tokenizer.eos_id if tokenizer else None
+    return tuple(sorted(eos_token_ids(plan.source.config, plan.source.generation_config, own)))
+
+
+def _greedy(compiler: Compiler, texts: Texts) -> list[GreedyCase]:
+    """The reference's continuations; none for random weights, whose choices mean nothing."""
+    if not texts.windows:
+        compiler.reference.release()
+        return []
+    found = compiler.reference.generate([ids for _, ids in texts.prompts], GREEDY_TOKENS)
+    compiler.reference.release()
+    return [
+        GreedyCase(prompt, ids, tuple(one.token_ids), tuple(one.margins))
+        for (prompt, ids), one in zip(texts.prompts, found, strict=True)
+    ]
+
+
+def _write_package(folder: Path, plan: Plan, compiler: Compiler, blocks: Sequence[CompiledBlock]) -> None:
+    from pdconvert.quiet import quiet_coremltools
+
+    quiet_coremltools()
+    from pdconvert.emit.coreml import write_package
+    from pdconvert.lowering.assemble import Lowering
+
+    prefill = plan.recipe.prefill
+    by_name = {block.name: block for block in blocks}
+    lowering = Lowering(
+        spec=plan.spec,
+        skeletons=compiler.skeletons(prefill.outputs),
+        load=lambda name: by_name[name].tensors(),
+        target=prefill.target,
+        outputs=prefill.outputs,
+        embedding=prefill.embedding,
+    )
+    write_package(folder, lowering.program(plan.shapes), prefill.target, {"pdconvert.recipe": plan.recipe.name})
+
+
+def decode_tensors(plan: Plan, blocks: Sequence[CompiledBlock]) -> Iterator[tuple[str, Stored]]:
+    """The decode half's tensors by their mlx-lm names, one block at a time."""
+    for block in blocks:
+        tensors = block.tensors()
+        if block.name == "embedding":
+            yield "model.embed_tokens.weight", tensors["weight"]
+        elif block.name == "head":
+            yield "model.norm.weight", tensors["norm.weight"]
+            if not plan.spec.tied:
+                yield "lm_head.weight", tensors["lm_head.weight"]
+                if plan.spec.head_bias:
+                    yield "lm_head.bias", tensors["lm_head.bias"]
+        else:
+            names = plan.family.layer_tensors(int(block.name.split(".")[1]), plan.spec)
+            for name, source_name in names.items():
+                yield source_name, tensors[name]
+
+
+def _store_hash(blocks: Sequence[CompiledBlock]) -> str:
+    """SHA-256 over the names and stored bytes of all blocks."""
+    total = hashlib.sha256()
+    for block in blocks:
+        with (block.folder / "tensors.safetensors").open("rb") as file:
+            total.update(f"{block.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def graph_cache(blocks: Sequence[CompiledBlock], name: str, size: int) -> np.ndarray:
+    """A stream's k or v of all layers in the graph's layout (1, L·heads, D, S), zero beyond the probe."""
+    layers = [block.caches()[name] for block in blocks if block.name.startswith("layers.")]
+    caches = torch.cat([layer.transpose(1, 2) for layer in layers])
+    padded = torch.zeros(1, caches.shape[0], caches.shape[1], size)
+    padded[0, :, :, : caches.shape[2]] = caches
+    return padded.numpy()
+
+
+def _cases(plan: Plan, texts: Texts, blocks: Sequence[CompiledBlock], decode: Path) -> list[Case]:
+    """One test vector per function that starts at position 0, on the probe."""
+    from pdconvert.runtime.embedding import HostEmbedding
+    from pdconvert.runtime.mask import causal_mask
+    from pdconvert.runtime.rope import rope_tables
+    from pdconvert.runtime.weights import DecodeWeights
+
+    prefill, gates = plan.recipe.prefill, plan.recipe.gates
+    cases = []
+    for shape in plan.shapes:
+        ids = texts.probe[: shape.tokens]
+        padded = np.array([[*ids, *[ids[-1]] * (shape.tokens - len(ids))]], np.int32)
+        rope = plan.spec.rope
+        cos, sin = rope_tables(rope.inv_freq, rope.attention_factor, 0, shape.tokens)
+        inputs = {"rope_cos": cos, "rope_sin": sin, "mask": causal_mask(0, 0, len(ids), shape.tokens)}
+        if prefill.embedding == "graph":
+            inputs["token_ids"] = padded
+        else:
+            embedding = HostEmbedding(DecodeWeights(decode), plan.spec.embedding_scale)
+            inputs["hidden"] = embedding.hidden(ids, shape.tokens)
+        expected = {side: graph_cache(blocks, f"stored.{side}", shape.tokens) for side in ("k", "v")}
+        expected = {side: value[..., : shape.tokens] for side, value in expected.items()}
+        if prefill.outputs == "logits":
+            row = np.zeros((1, 1, shape.tokens, 1), np.float16)
+            row[0, 0, len(ids) - 1] = 1
+            inputs["row"] = row
+            expected["logits"] = _stored_logits(plan, blocks, len(ids) - 1)
+        floors = {"fp32": gates.graph_db, "fp16": gates.fp16_db}
+        cases.append(Case(shape.name, shape.name, ids, inputs, expected, dict.fromkeys(expected, floors)))
+    return cases
+
+
+def _stored_logits(plan: Plan, blocks: Sequence[CompiledBlock], row: int) -> np.ndarray:
+    """Logits (1, V, 1, 1) of one probe token through the stored weights, de-quantized."""
+    from pdconvert.reference import Reference
+
+    head = blocks[-1]
+    tensors = {
+        name: value.dequantize() if hasattr(value, "codes") else value.float() for name, value in head.tensors().items()
+    }
+    hidden = head.streams().stored[0, row]
+    return Reference(plan.source, plan.family, plan.spec).logits(hidden, tensors).numpy().reshape(1, -1, 1, 1)
+
+
+def _verify(
+    folder: Path,
+    plan: Plan,
+    texts: Texts,
+    compiler: Compiler,
+    blocks: Sequence[CompiledBlock],
+    cases: Sequence[Case],
+    greedy: Sequence[GreedyCase],
+) -> list[Check]:
+    """Run the shipped files against the test vectors and, for real weights, on held-out text."""
+    from pdconvert.executors.mlx import DecodeModel
+    from pdconvert.runtime.manifest import read_manifest
+    from pdconvert.verify import check_case, check_cost, check_pair, check_tokens, open_prefill
+
+    gates, shipped = plan.recipe.gates, read_manifest(folder)
+    check_store_equality(folder / "decode", decode_tensors(plan, blocks))
+    checks: list[Check] = []
+    for case in cases:
+        for mode in ("fp32", "fp16"):
+            checks += check_case(shipped, case, "mil", mode)
+    if plan.quantized:
+        reference = {side: graph_cache(blocks, f"reference.{side}", len(texts.probe)) for side in ("k", "v")}
+        stored = {side: graph_cache(blocks, f"stored.{side}", len(texts.probe)) for side in ("k", "v")}
+        checks += check_cost(reference, stored, shipped.layers, gates.kv_db)
+    if not texts.windows:
+        return checks
+    prefill = open_prefill(shipped, "mil", "fp16")
+    decode = DecodeModel.load(shipped.decode, products="dequantized")
+    checks.append(check_tokens(prefill, decode, greedy, None if plan.quantized else 1.0))
+    head = compiler.reference.head_tensors()
+    windows = blocks[-1].streams().windows
+
+    def reference_logits(index: int) -> Tensor:
+        return compiler.reference.logits(windows[index, texts.split - 1 :], head)
+
+    return checks + check_pair(prefill, decode, texts.windows, texts.split, reference_logits, gates)

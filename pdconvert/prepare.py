@@ -1,0 +1,155 @@
+"""What is decided before any weight is read: geometry, passes in their places, texts as tokens."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from pdconvert import families, text
+from pdconvert.compile import Compiler
+from pdconvert.errors import InputError
+from pdconvert.inventory import check_inventory
+from pdconvert.lowering.contract import FunctionShape
+from pdconvert.model import ModelSpec
+from pdconvert.program import Pass
+from pdconvert.reference import Reference
+from pdconvert.sources.base import Source
+
+if TYPE_CHECKING:
+    from pdconvert.recipe import Recipe
+    from pdconvert.runtime.tokenizer import Tokenizer
+
+GREEDY_TOKENS = 16
+"""Tokens of the reference after each prompt."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe and a source, resolved and checked against each other.
+
+    Attributes:
+        shapes: the functions to write.
+        decode_config: the mlx-lm config of the decode folder.
+        automatic: passes that the pipeline puts in, by block name.
+        notes: what was left out of the checkpoint, and why.
+    """
+
+    recipe: Recipe
+    source: Source
+    family: ModuleType
+    spec: ModelSpec
+    shapes: tuple[FunctionShape, ...]
+    decode_config: dict[str, Any]
+    passes: tuple[Pass, ...]
+    automatic: dict[str, tuple[Pass, ...]]
+    notes: tuple[str, ...]
+
+    @property
+    def quantized(self) -> bool:
+        return any(getattr(item, "scheme", "none") != "none" for item in self.passes)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids of what a build measures on.
+
+    Attributes:
+        probe: what blocks are run on.
+        windows: held-out text; the first `split` tokens of each go through the package. Empty for random weights.
+        prompts: (text, ids) of the prompts whose continuations are compared. Empty without a tokenizer.
+        hash: SHA-256 of the held-out text.
+    """
+
+    probe: tuple[int, ...]
+    windows: tuple[tuple[int, ...], ...]
+    split: int
+    prompts: tuple[tuple[str, tuple[int, ...]], ...]
+    hash: str
+
+
+def make_plan(recipe: Recipe, source: Source) -> Plan:
+    """Resolve a recipe against a source.
+
+    Raises:
+        InputError: the model, or the combination of options, cannot be built.
+    """
+    from passes import AUTOMATIC, FixShapes, QuantizeWeights, TruncateLastLayer
+
+    family = families.get(source.config)
+    spec = family.read_config(source.config)
+    decode_config = family.decode_config(source.config, spec)
+    notes = check_inventory(source, family, spec)
+    prefill = recipe.prefill
+    listed = {item.name for item in recipe.passes}
+    for name in sorted(listed & set(AUTOMATIC)):
+        raise InputError(f"recipe: the pipeline puts {name} in itself, from the prefill section; take it out of passes")
+    if "rope_as_input" not in listed:
+        raise InputError("recipe: rope_as_input cannot be left out, since rope_cos and rope_sin are graph inputs")
+    if any(function.past for function in prefill.functions):
+        raise InputError("recipe: functions with a past are not supported yet; use {tokens: N} only")
+    if prefill.kv.storage != "io":
+        raise InputError("recipe: prefill.kv.storage=state is not supported yet; use io")
+    if spec.tied and recipe.decode.embedding_bits != recipe.decode.head_bits:
+        raise InputError(
+            f"recipe: decode.embedding_bits {recipe.decode.embedding_bits} and decode.head_bits "
+            f"{recipe.decode.head_bits} differ, but the checkpoint ties the two; set both to the same"
+        )
+    shapes = tuple(FunctionShape(function.tokens, function.past) for function in prefill.functions)
+    passes = tuple(recipe.passes)
+    if "quantize_weights" not in listed:
+        passes = (*passes, QuantizeWeights(scheme="none"))
+    fixed = FixShapes(tokens=max(shape.tokens for shape in shapes))
+    last = len(spec.layers) - 1
+    automatic: dict[str, tuple[Pass, ...]] = {
+        f"layers.{index}": (TruncateLastLayer(), fixed) if index == last and prefill.outputs == "kv" else (fixed,)
+        for index in range(len(spec.layers))
+    }
+    return Plan(recipe, source, family, spec, shapes, decode_config, passes, automatic, tuple(notes))
+
+
+def make_texts(plan: Plan, tokenizer: Tokenizer | None) -> Texts:
+    """Tokenize the project's texts, or draw seeded tokens where there is no tokenizer."""
+    split = max(shape.tokens for shape in plan.shapes if not shape.past)
+    length = min(split - split // 16, plan.spec.max_positions) or 1
+    if tokenizer is None:
+        draw = random.Random(0)
+        return Texts(tuple(draw.randrange(plan.spec.vocab_size) for _ in range(length)), (), split, (), "")
+    probe = _repeat(tokenizer.encode(plan.recipe.probe.text or text.PROBE), length)
+    prompts = tuple((prompt, tuple(tokenizer.encode(prompt)[:split])) for prompt in text.PROMPTS)
+    if plan.source.random:
+        return Texts(probe, (), split, prompts, "")
+    held_out, digest = text.held_out()
+    width, count = min(2 * split, plan.spec.max_positions), plan.recipe.probe.eval_windows
+    ids = tokenizer.encode(held_out)
+    stride = max(1, (len(ids) - width) // count)
+    windows = tuple(tuple(ids[start : start + width]) for start in range(0, stride * count, stride))
+    if len(ids) < width or width <= split:
+        raise InputError(f"the model's {plan.spec.max_positions} positions leave nothing to score after {split} tokens")
+    return Texts(probe, windows, split, prompts, digest)
+
+
+def _repeat(ids: list[int], length: int) -> tuple[int, ...]:
+    return tuple((ids * (length // len(ids) + 1))[:length])
+
+
+def make_compiler(plan: Plan, texts: Texts, hashes: dict[str, str]) -> Compiler:
+    """The compiler of a plan's blocks."""
+    from passes import QuantizeWeights
+
+    bits = {16: "none", 8: "w8a16"}
+    structural = ("linear_to_conv2d", "safe_rms_norm")
+    head = [item for item in plan.passes if item.name in structural]
+    head.append(QuantizeWeights(scheme=bits[plan.recipe.decode.head_bits]))
+    return Compiler(
+        reference=Reference(plan.source, plan.family, plan.spec),
+        passes=plan.passes,
+        head_passes=tuple(head),
+        automatic=plan.automatic,
+        embedding_bits=plan.recipe.decode.embedding_bits,
+        raw_keys=plan.recipe.prefill.kv.rope == "raw",
+        probe_ids=texts.probe,
+        window_ids=texts.windows,
+        source_hashes=hashes,
+    )

@@ -1,0 +1,248 @@
+"""What a build does to the file system: all of its output appears at once, or none of it.
+
+A build writes into a temporary sibling of its output folder, which takes the output's name when
+everything is in it. One lock file beside it keeps two builds out of one place.
+
+    build/
+      .NAME.lock                while a build runs: held with flock, holds its process id
+      .NAME.tmp-PID-RANDOM/     while a build runs: what is written
+      NAME/                     after it: the finished build, or the one that was there before
+"""
+
+import errno
+import fcntl
+import glob
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from pdconvert.errors import InputError, PdconvertError
+from pdconvert.rename import exchange
+
+EXIT_TERMINATED = 143
+BUILD_ENTRIES = frozenset({"manifest.json", "prefill.mlpackage", "decode", "test_vectors", "report"})
+# Below this, the disk counts as full when a write has failed for whatever reason a library gives.
+FULL_DISK_BYTES = 1 << 20
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the process as an exception does, so that everything is cleaned up.
+
+    Raises:
+        SystemExit: with code 143, in the main thread, when the signal arrives.
+    """
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        sys.exit(EXIT_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def output_folder(out: Path, *, force: bool) -> Iterator[Path]:
+    """Yield a temporary folder which becomes `out` when the block ends without an exception.
+
+    With an exception, Ctrl-C or SIGTERM, the temporary folder is removed and `out` is what it was.
+
+    Args:
+        out: where the build shall be; its parents are made.
+        force: whether a finished build in `out` may be replaced. Anything else there never is.
+
+    Raises:
+        InputError: `out` is a file, exists and `force` is not given, holds files that pdconvert did
+            not write, is being written by another process, or the disk is full.
+    """
+    out = out.resolve()
+    check_output(out, force=force)
+    made = _make_parents(out.parent)
+    try:
+        with _lock(out):
+            _recover(out)
+            check_output(out, force=force)
+            yield from _write_and_swap(out)
+    finally:
+        for parent in made:
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+
+
+def _write_and_swap(out: Path) -> Iterator[Path]:
+    work = out.with_name(f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        work.mkdir()
+        yield work
+        if out.exists():
+            _replace(work, out)
+        else:
+            work.rename(out)
+    except PdconvertError:
+        raise
+    except Exception as error:
+        if _disk_is_full(error, out.parent):
+            raise InputError(
+                f"the disk of {out.parent} is full; free some space or choose another --out"
+            ) from error
+        raise
+    finally:
+        if work.exists():
+            shutil.rmtree(work)
+
+
+def _replace(work: Path, out: Path) -> None:
+    """Put `work` in the place of `out` and remove what was there."""
+    if exchange(work, out):
+        return  # the caller removes `work`, which is now the old build
+    aside = out.with_name(f".{out.name}.old-{os.getpid()}-{secrets.token_hex(4)}")
+    out.rename(aside)
+    try:
+        work.rename(out)
+    except BaseException:
+        aside.rename(out)
+        raise
+    shutil.rmtree(aside)
+
+
+def check_output(out: Path, *, force: bool) -> None:
+    """Refuse an output folder that must not be written, before any work is done.
+
+    Raises:
+        InputError: as for `output_folder`.
+    """
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir():
+        raise InputError(f"{out} is not a folder; choose another --out")
+    if not any(out.iterdir()):
+        return
+    foreign = foreign_files(out)
+    if foreign:
+        shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+        raise InputError(f"{out} holds files that pdconvert did not write ({shown}); choose another --out")
+    if not force:
+        raise InputError(f"{out} already holds a build; add --force to replace it, or choose another --out")
+
+
+def foreign_files(build: Path) -> list[str]:
+    """Name what in a folder was not written by pdconvert (all of it, where there is no manifest of ours).
+
+    Where the manifest lists the build's files (`files`: a list, or an object with their paths as keys),
+    any other file is foreign; otherwise any top-level entry besides those of a build is.
+    """
+    manifest = _read_manifest(build)
+    entries = sorted(entry.name for entry in build.iterdir())
+    if manifest is None:
+        return entries
+    foreign = [name for name in entries if name not in BUILD_ENTRIES]
+    if "files" in manifest:
+        known = {*manifest["files"], "manifest.json"}
+        foreign += [path for path in list_files(build) if path not in known and _top(path) in BUILD_ENTRIES]
+    return foreign
+
+
+def list_files(folder: Path) -> list[str]:
+    """List every file below a folder as sorted POSIX paths relative to it."""
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    )
+
+
+def _top(path: str) -> str:
+    return path.split("/", 1)[0]
+
+
+def _read_manifest(build: Path) -> dict | None:
+    """The manifest of a build, or None where the folder has none that pdconvert could have written."""
+    path = build / "manifest.json"
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    ours = isinstance(manifest, dict) and {"schema", "verdict", "prefill"} <= manifest.keys()
+    return manifest if ours else None
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Make a folder and its parents; return those that did not exist, innermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise InputError(f"{folder} is not a folder; choose another --out") from None
+    return missing
+
+
+@contextmanager
+def _lock(out: Path) -> Iterator[None]:
+    """Hold the lock of an output folder.
+
+    Raises:
+        InputError: another process holds it.
+    """
+    path = out.with_name(f".{out.name}.lock")
+    descriptor = _acquire(path, out)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _acquire(path: Path, out: Path) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 32).decode(errors="replace") or "unknown"
+            os.close(descriptor)
+            raise InputError(
+                f"another build (process {holder}) is writing {out}; wait for it, or choose another --out"
+            ) from None
+        # The previous holder may have removed the file between our open and our lock: then the lock is on
+        # a file which nobody else can see, so take the next one.
+        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+        os.close(descriptor)
+
+
+def _recover(out: Path) -> None:
+    """Clean up what dead builds left beside `out`; under its lock nothing there belongs to a living one.
+
+    A build that died while it replaced an older one may have put that aside: it comes back.
+    """
+    for aside in _siblings(out, "old"):
+        if out.exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(out)
+    for stale in _siblings(out, "tmp"):
+        shutil.rmtree(stale)
+
+
+def _siblings(out: Path, kind: str) -> list[Path]:
+    return sorted(out.parent.glob(glob.escape(f".{out.name}.{kind}-") + "*"))
+
+
+def _disk_is_full(error: Exception, folder: Path) -> bool:
+    """Whether a full disk is the cause; native libraries say so in words only, or not at all."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(folder).free < FULL_DISK_BYTES

@@ -1,0 +1,214 @@
+"""A block on its way through the passes, and the one loop that runs and checks every pass."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from pdconvert.blocks import Head, KeysValuesLayer, Layout
+from pdconvert.errors import InputError
+from pdconvert.measure import sqnr_db
+from pdconvert.model import LayerSpec
+from pdconvert.quant.grid import QuantizedLinear
+
+MASKED = -4e4
+"""Value of a masked position: finite, since the ANE mishandles −inf (Apple's engine rules), with headroom to −65504."""
+
+
+FAMILY_FLOOR_DB = 90.0
+"""Least SQNR of a family's plain block against Hugging Face's, both in fp32."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a block is run on, in Hugging Face's layout.
+
+    Attributes:
+        hidden: (1, S, H) fp32, the block's input.
+        positions: (S,) int64.
+        cos, sin: (S, D_rot) fp32, of these positions.
+    """
+
+    hidden: Tensor
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block as a value: passes return a new one and leave this one alone.
+
+    Attributes:
+        name: "layers.3" or "head".
+        module: the torch form; its parameters are shared between the forms of a block.
+        layout: form of the inputs and outputs.
+        tokens: static number of new tokens, or None while the shape is free.
+        records: quantized weights by parameter name; the module holds their de-quantized values.
+    """
+
+    name: str
+    module: nn.Module
+    spec: LayerSpec
+    layout: Layout = field(default_factory=Layout)
+    tokens: int | None = None
+    records: Mapping[str, QuantizedLinear] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        if isinstance(self.module, Head):
+            return ("logits",)
+        return ("k", "v") if isinstance(self.module, KeysValuesLayer) else ("hidden", "k", "v")
+
+    def with_layout(self, module: nn.Module, **changes: bool) -> Block:
+        """This block with another module, and the new layout set on the block and on its attention."""
+        layout = replace(self.layout, **changes)
+        for part in module.modules():
+            if isinstance(getattr(part, "layout", None), Layout):
+                part.layout = layout
+        return replace(self, module=module, layout=layout)
+
+    def run(self, probe: Probe) -> dict[str, Tensor]:
+        """Run the block on a probe in whatever form it has.
+
+        Returns:
+            hidden (1, S, H), k and v (1, heads, S, D), or logits (1, S, V): Hugging Face's layout.
+
+        Raises:
+            InputError: the probe has more tokens than the block's static shape.
+        """
+        length = probe.hidden.shape[1]
+        size = self.tokens or length
+        if length > size:
+            raise InputError(f"block {self.name} takes {size} tokens, the probe has {length}")
+        hidden = _pad(probe.hidden, size)
+        if self.layout.channels_first:
+            hidden = hidden.transpose(1, 2)[:, :, None, :]
+        with torch.no_grad():
+            if isinstance(self.module, Head):
+                result = (self.module(hidden),)
+            elif isinstance(self.module, KeysValuesLayer):
+                result = self.module(hidden, self._rope(probe, size))
+            else:
+                result = self.module(hidden, self._rope(probe, size), self._mask(size))
+        return {name: self._plain(name, value)[..., :length, :] for name, value in zip(self.outputs, result, strict=True)}
+
+    def _rope(self, probe: Probe, size: int) -> tuple[Tensor, ...]:
+        if not self.layout.rope_inputs:
+            start = probe.positions.tolist()
+            return (torch.tensor([start + [start[-1]] * (size - len(start))]),)
+        cos, sin = (_pad(table[None, None], size) for table in (probe.cos, probe.sin))
+        return (cos.transpose(2, 3), sin.transpose(2, 3)) if self.layout.heads_first else (cos, sin)
+
+    def _mask(self, size: int) -> Tensor:
+        mask = torch.full((size, size), MASKED).triu(1)[None, None]
+        return mask.transpose(2, 3) if self.layout.heads_first else mask
+
+    def _plain(self, name: str, value: Tensor) -> Tensor:
+        if name in ("k", "v"):
+            return value.transpose(2, 3) if self.layout.heads_first else value
+        return value[:, :, 0, :].transpose(1, 2) if self.layout.channels_first else value
+
+
+def _pad(x: Tensor, size: int) -> Tensor:
+    """Repeat the last entry of axis −2 up to `size`; a result must not depend on it."""
+    missing = size - x.shape[-2]
+    return x if missing == 0 else torch.cat((x, x[..., -1:, :].expand(*x.shape[:-2], missing, x.shape[-1])), -2)
+
+
+@runtime_checkable
+class Pass(Protocol):
+    """A rewrite of a block: a frozen dataclass whose fields are its options in a recipe."""
+
+    name: ClassVar[str]
+
+    @property
+    def floor_db(self) -> float:
+        """The least SQNR against the previous step that the pass promises."""
+
+    def requires(self, block: Block) -> None:
+        """Raise InputError unless the block is in a form that the pass can take."""
+
+    def run(self, block: Block) -> Block:
+        """The rewritten block; the given one and its tensors stay as they are."""
+
+    def ensures(self, before: Block, after: Block) -> None:
+        """Raise AssertionError unless the rewritten block has the promised form."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of the ledger: what a pass did to one block.
+
+    Attributes:
+        original_db, previous_db: the worst output's SQNR against the original block and the previous step;
+            inf where bit-equal.
+    """
+
+    block: str
+    step: str
+    original_db: float
+    previous_db: float
+    floor_db: float
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.previous_db >= self.floor_db and not math.isnan(self.original_db)
+
+
+def worst_db(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> float:
+    """The lowest SQNR over the outputs of `got`; NaN if any is NaN."""
+    values = [sqnr_db(expected[name], got[name]) for name in got]
+    return math.nan if any(map(math.isnan, values)) else min(values)
+
+
+def check_family(block: Block, probe: Probe, original: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Step]:
+    """Run the family's plain block and compare it with Hugging Face's own outputs: the first line of the ledger."""
+    started = time.perf_counter()
+    outputs = block.run(probe)
+    value = worst_db(original, outputs)
+    return outputs, Step(block.name, "family", value, value, FAMILY_FLOOR_DB, time.perf_counter() - started)
+
+
+def run_passes(
+    block: Block,
+    passes: Sequence[Pass],
+    probe: Probe,
+    original: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor],
+) -> tuple[Block, Mapping[str, Tensor], list[Step]]:
+    """Run passes in order: requires, run, ensures, execute, SQNR against the original and the previous step.
+
+    Args:
+        original: the outputs of Hugging Face's own block on the probe.
+        outputs: those of `block` as it comes in.
+
+    Returns:
+        The rewritten block, its outputs, and one step per pass.
+    """
+    steps: list[Step] = []
+    for rewrite in passes:
+        started = time.perf_counter()
+        try:
+            rewrite.requires(block)
+            new = rewrite.run(block)
+            rewrite.ensures(block, new)
+        except Exception as error:
+            done = ", ".join(step.step for step in steps) or "no pass"
+            error.add_note(f"in pass {rewrite.name} on {block.name}, after {done}")
+            raise
+        new_outputs = new.run(probe)
+        previous_db = worst_db({name: outputs[name] for name in new.outputs}, new_outputs)
+        original_db = worst_db(original, new_outputs)
+        seconds = time.perf_counter() - started
+        steps.append(Step(block.name, rewrite.name, original_db, previous_db, rewrite.floor_db, seconds))
+        block, outputs = new, new_outputs
+    return block, outputs, steps

@@ -1,0 +1,1 @@
+"""Quantization grids, the quantized store, and the packing that each half needs."""

@@ -1,0 +1,66 @@
+"""Symmetric integer grids: one scale per output channel, or per group of input channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdconvert.errors import InputError
+
+FP16_MAX = 65504.0
+TINIEST_SCALE = 2.0**-24
+"""The smallest positive fp16 number; rows below it get all-zero codes."""
+
+
+@dataclass(frozen=True)
+class QuantizedLinear:
+    """The canonical record of one quantized weight; value = codes · scales.
+
+    Attributes:
+        codes: int8 (O, I), in −127…127 at 8 bits.
+        scales: fp16 (O, 1) for one scale per output channel, (O, I / group) for groups of input channels.
+        bits: width of a code.
+        group: input channels that share a scale; 0 means all of them.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    bits: int
+    group: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self) -> Tensor:
+        """The fp32 weight (O, I); exact, since an 8-bit code times an fp16 scale fits fp32."""
+        codes = self.codes.float()
+        if not self.group:
+            return codes * self.scales.float()
+        rows, columns = self.shape
+        return (codes.view(rows, -1, self.group) * self.scales.float()[:, :, None]).view(rows, columns)
+
+
+def quantize_symmetric(weight: Tensor, bits: int, name: str) -> QuantizedLinear:
+    """Round to nearest on the symmetric grid of each output channel, with fp16 scales.
+
+    The scale is absmax / (2^(bits−1) − 1) rounded to fp16, and codes are chosen for the rounded scale.
+
+    Args:
+        weight: (O, I), fp32, finite.
+        name: the tensor's name, for errors.
+
+    Raises:
+        InputError: a scale, or 2^(bits−1) times it (MLX's bias), exceeds fp16.
+    """
+    limit = 2 ** (bits - 1) - 1
+    scales = (weight.abs().amax(1, keepdim=True) / limit).clamp_min(TINIEST_SCALE).half()
+    if scales.float().max() * (limit + 1) > FP16_MAX:
+        raise InputError(
+            f"{name}: weights up to {weight.abs().max().item():.4g} do not fit an fp16 grid of {bits} bits; "
+            "leave quantize_weights out of the recipe for this model, or rescale the checkpoint"
+        )
+    codes = torch.round(weight / scales.float()).clamp_(-limit, limit).to(torch.int8)
+    return QuantizedLinear(codes, scales, bits)

@@ -1,0 +1,217 @@
+"""The recipe: everything that decides a build, as one frozen value."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
+
+from pdconvert.recipe.passes import dump_passes, parse_passes, quantizes
+from pdconvert.recipe.source import SourceSpec
+from pdconvert.recipe.strict import Strict, fail
+
+
+def _as_tuple(value: Any) -> Any:
+    """A YAML list as the tuple that a frozen value holds."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+class KvForm(Strict):
+    """How the package gives its keys and values.
+
+    Attributes:
+        rope: `rotated` (keys after RoPE) or `raw` (before it).
+        storage: `io` (graph outputs) or `state` (a Core ML state; iOS 18 and later).
+    """
+
+    rope: Literal["rotated", "raw"] = "rotated"
+    storage: Literal["io", "state"] = "io"
+
+
+class FunctionSpec(Strict):
+    """One static-shape entry point of the package.
+
+    Attributes:
+        tokens: new tokens that one call takes.
+        past: earlier tokens whose keys and values it takes as input.
+    """
+
+    tokens: int = Field(ge=1)
+    past: int = Field(default=0, ge=0)
+
+    @property
+    def name(self) -> str:
+        """The function's name in the package, such as `prefill_128` or `extend_128_ctx512`."""
+        if not self.past:
+            return f"prefill_{self.tokens}"
+        return f"{'decode' if self.tokens == 1 else 'extend'}_{self.tokens}_ctx{self.past}"
+
+
+class Prefill(Strict):
+    """The Core ML half.
+
+    Attributes:
+        target: the oldest OS that loads the package.
+        outputs: `kv` ends at the last layer's keys and values; `logits` keeps the head.
+        embedding: where token ids become vectors: on the `host` or in the `graph`.
+        kv: the form of keys and values.
+        functions: the entry points, which share one copy of the weights.
+    """
+
+    target: Literal["iOS16", "iOS17", "iOS18", "iOS26"] = "iOS18"
+    outputs: Literal["kv", "logits"] = "kv"
+    embedding: Literal["host", "graph"] = "host"
+    kv: KvForm = KvForm()
+    functions: Annotated[tuple[FunctionSpec, ...], BeforeValidator(_as_tuple)] = (FunctionSpec(tokens=128),)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if not self.functions:
+            fail("expected at least one function, such as {tokens: 128}", path=["functions"])
+        names = [function.name for function in self.functions]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                fail(f"{name} is listed twice", path=["functions", index])
+            if name.startswith("decode_") and self.outputs != "logits":
+                fail(f"{name} decodes, which needs prefill.outputs: logits", path=["functions", index])
+        if self.target in ("iOS16", "iOS17"):
+            if self.kv.storage == "state":
+                fail(f"state needs prefill.target iOS18 or later, not {self.target}", path=["kv", "storage"])
+            if len(names) > 1:
+                fail(
+                    f"more than one function needs prefill.target iOS18 or later, not {self.target}",
+                    path=["functions"],
+                )
+        return self
+
+
+class Decode(Strict):
+    """The MLX half.
+
+    Attributes:
+        grid: `shared`: the linears hold the same quantized values as the package.
+        embedding_bits: of the token embedding; left out, 8 where weights are quantized, else 16.
+        head_bits: of the output head, by the same rule.
+    """
+
+    grid: Literal["shared"] = "shared"
+    embedding_bits: Literal[8, 16] | None = None
+    head_bits: Literal[8, 16] | None = None
+
+
+class Gates(Strict):
+    """What a build must reach.
+
+    Attributes:
+        adapted_db: SQNR of the rewritten blocks in torch against the reference.
+        graph_db: SQNR of the package in fp32 arithmetic.
+        fp16_db: SQNR of the package in fp16 arithmetic against its own weights in fp32.
+        kv_db: SQNR of keys and values of a quantized build against the fp32 reference.
+        kld: largest mean KL divergence of the next-token distributions, nats.
+        top1: least share of positions with the reference's most likely token.
+        reason: why a gate is weaker than its default; required exactly then.
+    """
+
+    adapted_db: float = 60.0
+    graph_db: float = 55.0
+    fp16_db: float = 40.0
+    kv_db: float = 28.0
+    kld: float = Field(default=0.01, ge=0)
+    top1: float = Field(default=0.93, ge=0, le=1)
+    reason: str | None = None
+
+    _LOWER_IS_STRICTER: ClassVar[frozenset[str]] = frozenset({"kld"})
+
+    @model_validator(mode="after")
+    def _weaker_needs_reason(self) -> Self:
+        weaker = self.weakened()
+        if weaker and not (self.reason or "").strip():
+            name = weaker[0]
+            default = type(self).model_fields[name].default
+            fail(
+                f"weaker than the default {default:g}, which needs a gates.reason",
+                path=[name],
+                shown=getattr(self, name),
+            )
+        if self.reason is not None and not weaker:
+            fail("given, but no gate is weaker than its default; leave it out", path=["reason"])
+        return self
+
+    def weakened(self) -> tuple[str, ...]:
+        """The gates that are weaker than their default."""
+        names = []
+        for name, field in type(self).model_fields.items():
+            if name == "reason":
+                continue
+            value, default = getattr(self, name), field.default
+            if value > default if name in self._LOWER_IS_STRICTER else value < default:
+                names.append(name)
+        return tuple(names)
+
+
+class Probe(Strict):
+    """What the checks run on.
+
+    Attributes:
+        text: the text whose tokens go through every block; left out, the project's own.
+        eval_windows: windows of 512 tokens over which KLD and top-1 are taken.
+    """
+
+    text: str | None = Field(default=None, min_length=1)
+    eval_windows: int = Field(default=4, ge=1)
+
+
+class Recipe(Strict):
+    """A build, complete: source, both halves, passes in order, gates.
+
+    Attributes:
+        version: of the recipe format.
+        name: of the build; its default folder is `build/<name>`.
+        source: where the checkpoint comes from.
+        prefill: the Core ML half.
+        passes: pass values in the order in which they run.
+        decode: the MLX half.
+        gates: what the build must reach.
+        probe: what the checks run on.
+    """
+
+    version: Literal[1]
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    source: SourceSpec
+    prefill: Prefill = Prefill()
+    passes: tuple[Any, ...]
+    decode: Decode = Decode()
+    gates: Gates = Gates()
+    probe: Probe = Probe()
+
+    @field_validator("passes", mode="before")
+    @classmethod
+    def _parse_passes(cls, data: Any) -> tuple[Any, ...]:
+        return parse_passes(data)
+
+    @field_validator("decode", mode="after")
+    @classmethod
+    def _fill_bits(cls, decode: Decode, info: Any) -> Decode:
+        """Decide the bits that the recipe leaves open; `passes` is validated before."""
+        if "passes" not in info.data:
+            return decode
+        bits: Literal[8, 16] = 8 if quantizes(info.data["passes"]) else 16
+        return Decode(
+            grid=decode.grid,
+            embedding_bits=decode.embedding_bits or bits,
+            head_bits=decode.head_bits or bits,
+        )
+
+    @field_serializer("passes")
+    def _dump_passes(self, passes: tuple[Any, ...]) -> list[Any]:
+        return dump_passes(passes)
+
+    def resolved(self) -> dict[str, Any]:
+        """Plain data with every default written out, which loads to an equal recipe."""
+        data = self.model_dump(mode="json")
+        data["source"] = {key: value for key, value in data["source"].items() if value is not None}
+        if data["gates"]["reason"] is None:
+            del data["gates"]["reason"]
+        if data["probe"]["text"] is None:
+            del data["probe"]["text"]
+        return data

@@ -1,0 +1,155 @@
+"""The reference: Hugging Face's own modules in fp32, one decoder layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdconvert.families.config import reference_class
+from pdconvert.model import ModelSpec
+from pdconvert.sources.base import Source
+
+KEEP_BYTES = 1 << 30
+"""Layers stay in memory between uses if all of them together take no more than this in fp32."""
+
+
+class Capture:
+    """A stand-in for transformers' cache of one layer: keeps what the layer gives it, after an optional past."""
+
+    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None):
+        self.keys, self.values = keys, values
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append new keys and values, (B, kv_heads, S, D), and return all of them."""
+        self.keys = keys if self.keys is None else torch.cat((self.keys, keys), 2)
+        self.values = values if self.values is None else torch.cat((self.values, values), 2)
+        return self.keys, self.values
+
+
+@dataclass
+class Reference:
+    """Runs a checkpoint's layers as Hugging Face defines them.
+
+    Attributes:
+        source: where tensors are read from, one at a time.
+        family: the family module.
+        spec: the model's geometry.
+    """
+
+    source: Source
+    family: ModuleType
+    spec: ModelSpec
+    _kept: dict[int, nn.Module] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.config = self.family.hf_config(self.source.config)
+        self.rotary = reference_class(self.family.ROTARY)(self.config)
+        sizes = [info.shape for name, info in self.source.tensors().items() if ".layers." in name]
+        self.keeps_layers = sum(4 * _product(shape) for shape in sizes) <= KEEP_BYTES
+
+    def read_layer(self, index: int) -> dict[str, Tensor]:
+        """The fp32 tensors of a layer by their names in the block."""
+        names = self.family.layer_tensors(index, self.spec)
+        return {name: self.source.read(source_name) for name, source_name in names.items()}
+
+    def module(self, index: int, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """Hugging Face's layer `index` holding `tensors`, which it shares."""
+        with torch.device("meta"):
+            layer = reference_class(self.family.LAYER)(self.config, index)
+        layer.load_state_dict(dict(tensors), strict=True, assign=True)
+        return layer.eval().requires_grad_(False)
+
+    def layer(self, index: int) -> nn.Module:
+        """Hugging Face's layer `index` with the checkpoint's weights, kept if the model is small."""
+        if index in self._kept:
+            return self._kept[index]
+        layer = self.module(index, self.read_layer(index))
+        if self.keeps_layers:
+            self._kept[index] = layer
+        return layer
+
+    def keep(self, index: int, layer: nn.Module) -> None:
+        """Keep a layer that was made elsewhere with the checkpoint's own weights."""
+        self._kept[index] = layer
+
+    def release(self) -> None:
+        """Drop the layers that were kept."""
+        self._kept.clear()
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each (1, S, D), of positions (S,), as Hugging Face computes them."""
+        return self.rotary(torch.zeros(1), positions[None])
+
+    @torch.no_grad()
+    def run(self, layer: nn.Module, hidden: Tensor, start: int = 0, cache: Capture | None = None) -> tuple[Tensor, Capture]:
+        """Run a layer causally on (B, S, H) at positions start, start + 1, …
+
+        Returns:
+            The new hidden states and the cache with all keys (rotated) and values.
+        """
+        cache = cache or Capture()
+        length = hidden.shape[1]
+        mask = torch.full((length, start + length), torch.finfo(torch.float32).min).triu(start + 1)[None, None]
+        positions = torch.arange(start, start + length)
+        output = layer(hidden, attention_mask=mask, position_embeddings=self.rope(positions), cache=cache)
+        return output, cache
+
+    def embed(self, token_ids: Sequence[int]) -> Tensor:
+        """(S,) token ids to (S, H), scaled where the family scales them."""
+        rows = self.source.read_rows("model.embed_tokens.weight", list(token_ids))
+        return rows * self.spec.embedding_scale
+
+    def head_tensors(self) -> dict[str, Tensor]:
+        """The final norm's and the head's tensors by their names in the head block."""
+        head = "model.embed_tokens.weight" if self.spec.tied else "lm_head.weight"
+        tensors = {"norm.weight": self.source.read("model.norm.weight"), "lm_head.weight": self.source.read(head)}
+        if self.spec.head_bias:
+            tensors["lm_head.bias"] = self.source.read("lm_head.bias")
+        return tensors
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Final norm and head on (…, H): (…, V)."""
+        norm = reference_class(self.family.NORM)(self.spec.hidden_size, self.spec.norm_eps)
+        norm.weight = nn.Parameter(tensors["norm.weight"], requires_grad=False)
+        return nn.functional.linear(norm(hidden), tensors["lm_head.weight"], tensors.get("lm_head.bias"))
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Continuation]:
+        """Greedy continuations, all prompts together, so that each layer is read once per step."""
+        head = self.head_tensors()
+        results = [Continuation([], []) for _ in prompts]
+        caches: list[list[Capture]] = [[Capture() for _ in self.spec.layers] for _ in prompts]
+        pending, starts = [list(prompt) for prompt in prompts], [0] * len(prompts)
+        for _ in range(tokens):
+            states = [self.embed(ids)[None] for ids in pending]
+            for index in range(len(self.spec.layers)):
+                layer = self.layer(index)
+                for which, cache in enumerate(caches):
+                    states[which], _ = self.run(layer, states[which], starts[which], cache[index])
+            for which, state in enumerate(states):
+                best = self.logits(state[0, -1], head).topk(2)
+                results[which].token_ids.append(int(best.indices[0]))
+                results[which].margins.append(float(best.values[0] - best.values[1]))
+                starts[which] += len(pending[which])
+                pending[which] = [results[which].token_ids[-1]]
+        return results
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Greedy tokens and, for each, how far its logit is above the second best."""
+
+    token_ids: list[int]
+    margins: list[float]
+
+
+def _product(shape: Sequence[int]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result

@@ -1,0 +1,1 @@
+"""Running a finished build: tokenize, prefill with the package, hand over, decode with MLX."""

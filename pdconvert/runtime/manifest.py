@@ -1,0 +1,201 @@
+"""The parts of a build's manifest that a runtime needs, as checked values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from pdconvert import schema
+from pdconvert.errors import InputError
+from pdconvert.runtime.handoff import KeyForm
+
+DECODE_FOLDER = "decode"
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input or output of a function."""
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Function:
+    """One static entry point of the package: `tokens` new tokens on up to `past` cached ones."""
+
+    name: str
+    tokens: int
+    past: int
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """Frequencies of the rotary embedding: radians per token, one for each pair of channels."""
+
+    inv_freq: tuple[float, ...]
+    attention_factor: float
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a runtime reads from `manifest.json`.
+
+    Attributes:
+        build: the build folder.
+        verdict: "pass" or "fail"; a failed build still runs, and its report says why it failed.
+        package: the prefill package, inside the build folder.
+        functions: entry points, by name.
+        rope: frequencies for the graph's tables.
+        embedding_scale: factor on host embeddings.
+        key_form: what the graph's `k` holds.
+        layers, kv_heads, head_dim: geometry of K and V.
+        eos_ids: tokens that end a text, as the build found them.
+        hidden_size, vocab_size: geometry of the embedding.
+    """
+
+    build: Path
+    verdict: str
+    package: Path
+    functions: Mapping[str, Function]
+    rope: RopeTable
+    embedding_scale: float
+    key_form: KeyForm
+    layers: int
+    kv_heads: int
+    head_dim: int
+    eos_ids: frozenset[int]
+    hidden_size: int
+    vocab_size: int
+
+    @property
+    def decode(self) -> Path:
+        """The mlx-lm folder."""
+        return self.build / DECODE_FOLDER
+
+    @property
+    def prompt_limit(self) -> int:
+        """Longest prompt that one call without past tokens can take."""
+        return max((function.tokens for function in self.functions.values() if not function.past), default=0)
+
+    def prefill_function(self, tokens: int) -> Function:
+        """The smallest function without past tokens that holds `tokens` tokens.
+
+        Raises:
+            InputError: there is none.
+        """
+        fitting = [item for item in self.functions.values() if not item.past and item.tokens >= tokens]
+        if not fitting:
+            raise InputError(
+                f"{self.build} has no function that prefills {tokens} tokens at once; build one with it"
+            )
+        return min(fitting, key=lambda item: item.tokens)
+
+
+def read_manifest(build: Path) -> Manifest:
+    """Reads and checks the manifest of a build folder.
+
+    Raises:
+        InputError: no build, a newer schema, a field that is missing or of another type, or a path that
+            leads out of the build folder.
+    """
+    fields = _Fields(build / "manifest.json", schema.read_manifest(build))
+    prefill, kv = fields.object("prefill"), fields.object("kv")
+    rope, embedding = fields.object("rope"), fields.object("embedding")
+    if kv.text("rope") not in ("rotated", "raw"):
+        raise InputError(f"{fields.path}: kv.rope is {kv.text('rope')!r}, expected rotated or raw")
+    functions = prefill.object("functions")
+    return Manifest(
+        build=build,
+        verdict=fields.text("verdict"),
+        package=_inside(build, prefill.text("package")),
+        functions={name: _function(name, functions.object(name)) for name in functions.values},
+        rope=RopeTable(tuple(rope.numbers("inv_freq")), rope.number("attention_factor")),
+        embedding_scale=embedding.number("scale"),
+        key_form=cast(KeyForm, kv.text("rope")),
+        layers=kv.integer("layers"),
+        kv_heads=kv.integer("kv_heads"),
+        head_dim=kv.integer("head_dim"),
+        eos_ids=frozenset(fields.integers("eos_token_ids")),
+        hidden_size=fields.integer("hidden_size"),
+        vocab_size=fields.integer("vocab_size"),
+    )
+
+
+def _function(name: str, fields: _Fields) -> Function:
+    inputs, outputs = (tuple(_port(item) for item in fields.objects(key)) for key in ("inputs", "outputs"))
+    return Function(name, fields.integer("sequence_length"), fields.integer("past_length"), inputs, outputs)
+
+
+def _port(fields: _Fields) -> Port:
+    return Port(
+        fields.text("name"), fields.text("role"), tuple(fields.integers("shape")), fields.text("dtype")
+    )
+
+
+def _inside(build: Path, name: str) -> Path:
+    """A path of the manifest, which must stay inside the build folder."""
+    path = build / name
+    if Path(name).is_absolute() or not path.resolve().is_relative_to(build.resolve()):
+        raise InputError(
+            f"{build / 'manifest.json'}: path {name!r} leads out of the build folder; build again"
+        )
+    return path
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """An object of the manifest whose fields are read with their types."""
+
+    path: Path
+    values: Mapping[str, Any]
+    prefix: str = ""
+
+    def _get(self, key: str, kind: str, right: bool) -> Any:
+        if key not in self.values:
+            raise InputError(f"{self.path}: {self.prefix}{key} is missing; build again")
+        if not right:
+            value = str(self.values[key])[:80]
+            raise InputError(f"{self.path}: {self.prefix}{key} is {value!r}, expected {kind}; build again")
+        return self.values[key]
+
+    def object(self, key: str) -> _Fields:
+        value = self._get(key, "an object", isinstance(self.values.get(key), dict))
+        return _Fields(self.path, value, f"{self.prefix}{key}.")
+
+    def objects(self, key: str) -> list[_Fields]:
+        value = self.values.get(key)
+        right = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+        items = self._get(key, "a list of objects", right)
+        return [_Fields(self.path, item, f"{self.prefix}{key}[{i}].") for i, item in enumerate(items)]
+
+    def text(self, key: str) -> str:
+        return self._get(key, "a text", isinstance(self.values.get(key), str))
+
+    def integer(self, key: str) -> int:
+        return self._get(key, "an integer", _is_integer(self.values.get(key)))
+
+    def integers(self, key: str) -> list[int]:
+        value = self.values.get(key)
+        return self._get(key, "a list of integers", isinstance(value, list) and all(map(_is_integer, value)))
+
+    def number(self, key: str) -> float:
+        return float(self._get(key, "a number", _is_number(self.values.get(key))))
+
+    def numbers(self, key: str) -> list[float]:
+        value = self.values.get(key)
+        return self._get(key, "a list of numbers", isinstance(value, list) and all(map(_is_number, value)))
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,43 @@
+"""Sources: where weights, config and tokenizer come from. All are lazy: one tensor at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdconvert.sources.base import Source, TensorInfo
+
+if TYPE_CHECKING:
+    from pdconvert.recipe.source import SourceSpec
+
+__all__ = ["Source", "TensorInfo", "open_source"]
+
+
+def open_source(spec: SourceSpec) -> Source:
+    """Open a checkpoint by looking at its metadata; no weight is read.
+
+    Args:
+        spec: the source of a recipe.
+
+    Raises:
+        InputError: the source is missing, incomplete, damaged, or already quantized.
+    """
+    if spec.random is not None:
+        from pdconvert.sources.random import RandomSource
+
+        return RandomSource(spec.random.config, spec.random.seed)
+    if spec.gguf is not None:
+        from pdconvert.sources.gguf import GgufSource
+
+        return GgufSource(Path(spec.gguf))
+    if spec.package is not None:
+        from pdconvert.sources.package import open_package
+
+        return open_package(spec.package, spec.file)
+    if spec.hub is not None:
+        from pdconvert.sources.hub import open_hub
+
+        return open_hub(spec.hub, spec.revision)
+    from pdconvert.sources.hf_dir import HfDirSource
+
+    return HfDirSource(Path(str(spec.path)))

@@ -1,0 +1,103 @@
+"""A Hugging Face model id: the local cache first, then the network if it may be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdconvert.errors import InputError
+from pdconvert.sources.files import MissingFile
+from pdconvert.sources.hf_dir import HfDirSource
+
+_COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "LICEN[SC]E*", "NOTICE*", "USE_POLICY*", "README.md")
+"""What is downloaded beside the weights; no code among it."""
+
+
+def open_hub(name: str, revision: str | None) -> HfDirSource:
+    """Open a model of the hub.
+
+    A snapshot in the cache is used if it is complete; otherwise it is downloaded, which continues an
+    interrupted download. Code in the repository is neither downloaded nor run.
+
+    Args:
+        name: `org/name`.
+        revision: branch, tag or commit; None is the main branch.
+
+    Raises:
+        InputError: offline without a complete copy in the cache, no such model, or no access to it; or
+            anything that `HfDirSource` refuses.
+    """
+    cached = _cached(name, revision)
+    problem = "it is not in the cache"
+    if cached is not None:
+        try:
+            return _opened(name, cached)
+        except MissingFile as error:
+            problem = f"its copy in the cache is incomplete ({error})"
+    for weights in ("*.safetensors", "*.bin"):
+        snapshot = _downloaded(name, revision, weights, problem)
+        if any(snapshot.glob(weights)):
+            return _opened(name, snapshot)
+    raise InputError(
+        f"hub:{name}: {problem}, and neither *.safetensors nor *.bin came from the hub. {_advice(name)}"
+    )
+
+
+def _opened(name: str, snapshot: Path) -> HfDirSource:
+    """The source of a snapshot; its folder is named after the commit."""
+    return HfDirSource(snapshot, f"hub:{name}@{snapshot.name[:12]}")
+
+
+def _advice(name: str) -> str:
+    from huggingface_hub import constants
+
+    return (
+        f"Run `hf download {name}` where there is a network (the cache is {constants.HF_HUB_CACHE}), "
+        "or give a folder with --source DIR"
+    )
+
+
+def _cached(name: str, revision: str | None) -> Path | None:
+    """The snapshot in the cache, complete or not."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError, LocalEntryNotFoundError
+
+    try:
+        cache = constants.HF_HUB_CACHE
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
+    except IncompleteSnapshotError as error:
+        return Path(error.snapshot_path)
+    except LocalEntryNotFoundError:
+        return None
+    except HFValidationError as error:
+        raise InputError(
+            f"hub:{name}: not a hub id (org/name): {' '.join(str(error).split())[:160]}"
+        ) from error
+
+
+def _downloaded(name: str, revision: str | None, weights: str, problem: str) -> Path:
+    """The snapshot after a download of one kind of weights and what belongs to them."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    patterns = [*_COMPANIONS, weights]
+    try:
+        return Path(
+            snapshot_download(
+                name, revision=revision, cache_dir=constants.HF_HUB_CACHE, allow_patterns=patterns
+            )
+        )
+    except GatedRepoError as error:
+        raise InputError(
+            f"hub:{name}: access must be granted on its page first; then run `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise InputError(
+            f"hub:{name}: no such model, or it is private (`hf auth login`); check the id"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise InputError(f"hub:{name}: no revision {revision!r}; give a branch, tag or commit") from error
+    except OSError as error:  # offline, unreachable, or a full disk; the hub's errors are kinds of OSError
+        reason = " ".join(str(error).split())[:160]
+        raise InputError(
+            f"hub:{name}: {problem}, and the download failed ({reason}). {_advice(name)}"
+        ) from error
