@@ -1,12 +1,12 @@
 """The passes, one per file, in their usual order; the tuple is the registration."""
 
-from passes.linear_to_conv2d import LinearToConv2d
 from passes.eager_gqa_attention import EagerGqaAttention
+from passes.fix_shapes import FixShapes
+from passes.linear_to_conv2d import LinearToConv2d
+from passes.quantize_weights import QuantizeWeights
 from passes.rope_as_input import RopeAsInput
 from passes.safe_rms_norm import SafeRmsNorm
 from passes.truncate_last_layer import TruncateLastLayer
-from passes.fix_shapes import FixShapes
-from passes.quantize_weights import QuantizeWeights
 
 PASSES = (
     LinearToConv2d,

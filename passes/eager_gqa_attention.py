@@ -84,8 +84,12 @@ class EagerGqaAttention:
     heads: Literal["grouped", "single"] = "grouped"
 
     def requires(self, block: Block) -> None:
+        if block.layout.heads_first:
+            raise InputError("eager_gqa_attention is listed twice in the recipe")
         if not block.layout.channels_first:
-            raise InputError("eager_gqa_attention needs channels-first blocks; list linear_to_conv2d before it")
+            raise InputError(
+                "eager_gqa_attention needs channels-first blocks; list linear_to_conv2d before it"
+            )
 
     def run(self, block: Block) -> Block:
         form = GroupedAttention if self.heads == "grouped" else SingleHeadAttention
@@ -100,4 +104,6 @@ class EagerGqaAttention:
         return block.with_layout(rewrite(block.module, change), heads_first=True)
 
     def ensures(self, before: Block, after: Block) -> None:
-        assert not any(type(part) is Attention for part in after.module.modules()), "a plain attention is left"
+        assert not any(type(part) is Attention for part in after.module.modules()), (
+            "a plain attention is left"
+        )

@@ -40,7 +40,9 @@ class LinearToConv2d:
 
     def requires(self, block: Block) -> None:
         if block.layout.channels_first:
-            raise InputError(f"linear_to_conv2d: block {block.name} is channels first already; list the pass once")
+            raise InputError(
+                f"linear_to_conv2d: block {block.name} is channels first already; list the pass once"
+            )
         if block.records:
             raise InputError("linear_to_conv2d must come before quantize_weights; move it up in the recipe")
 
@@ -56,5 +58,7 @@ class LinearToConv2d:
         for name, part in before.module.named_modules():
             if isinstance(part, nn.Linear):
                 assert name in convs, f"{name} was not replaced"
-                assert convs[name].weight.data_ptr() == part.weight.data_ptr(), f"{name} does not share its weight"
+                assert convs[name].weight.data_ptr() == part.weight.data_ptr(), (
+                    f"{name} does not share its weight"
+                )
         assert not any(isinstance(part, nn.Linear) for part in after.module.modules()), "a Linear is left"

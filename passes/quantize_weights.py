@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pdconvert.blocks import rewrite
 from pdconvert.errors import InputError
 from pdconvert.program import Block
-from pdconvert.quant.grid import FP16_MAX, QuantizedLinear, quantize_symmetric
+from pdconvert.quant.grid import FP16_MAX, QuantizedLinear, decode_group, quantize_symmetric
 
 BITS = {"w8a16": 8}
 
@@ -24,12 +24,13 @@ class QuantizeWeights:
 
     Attributes:
         scheme: `none` (fp16 weights) or `w8a16` (8-bit weights, symmetric, fp16 activations).
-        granularity: `per_channel`, one scale per output channel: the form that the ANE and MLX can both hold.
+        granularity: `per_channel`, one scale per output channel: the form that the ANE and MLX can both hold;
+            `per_group`, one per 64 (or 32) input channels, finer, for matrices that only MLX holds.
     """
 
     name: ClassVar[str] = "quantize_weights"
     scheme: Literal["none", "w8a16"] = "w8a16"
-    granularity: Literal["per_channel"] = "per_channel"
+    granularity: Literal["per_channel", "per_group"] = "per_channel"
 
     @property
     def floor_db(self) -> float:
@@ -49,7 +50,9 @@ class QuantizeWeights:
                     continue
                 name = f"{path}.{kind}"
                 if kind == "weight" and self.scheme != "none" and isinstance(part, nn.Linear | nn.Conv2d):
-                    record = quantize_symmetric(parameter.detach().flatten(1), BITS[self.scheme], f"{block.name}.{name}")
+                    matrix = parameter.detach().flatten(1)
+                    group = decode_group(matrix.shape[1]) if self.granularity == "per_group" else 0
+                    record = quantize_symmetric(matrix, BITS[self.scheme], f"{block.name}.{name}", group)
                     records[name] = record
                     value = record.dequantize().view(parameter.shape)
                 else:
@@ -58,7 +61,9 @@ class QuantizeWeights:
         return replace(block, module=module, records=MappingProxyType(records))
 
     def ensures(self, before: Block, after: Block) -> None:
-        linears = [name for name, part in after.module.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
+        linears = [
+            name for name, part in after.module.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)
+        ]
         expected = set() if self.scheme == "none" else {f"{name}.weight" for name in linears}
         assert set(after.records) == expected, "a weight was skipped"
 

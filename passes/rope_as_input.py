@@ -17,7 +17,8 @@ class RopeAsInput:
     Before: `positions` (B, S) is an input, cos and sin are computed inside.
     After:  `rope_cos` and `rope_sin`, (1, 1, D_rot, S) once heads come first, are inputs.
 
-    Source: Apple's engine rule 17: position arithmetic in fp16 is wrong past 2048, and an in-graph gather leaves the ANE.
+    Source: Apple's engine rule 17: position arithmetic in fp16 is wrong past 2048, and an in-graph gather
+    leaves the ANE.
     """
 
     name: ClassVar[str] = "rope_as_input"
@@ -37,4 +38,6 @@ class RopeAsInput:
         return block.with_layout(module, rope_inputs=True)
 
     def ensures(self, before: Block, after: Block) -> None:
-        assert not any(isinstance(part, RotaryTable) for part in after.module.modules()), "a rotary table is left"
+        assert not any(isinstance(part, RotaryTable) for part in after.module.modules()), (
+            "a rotary table is left"
+        )

@@ -27,7 +27,9 @@ class TruncateLastLayer:
 
     def run(self, block: Block) -> Block:
         kept = KeysValuesLayer(block.module)
-        records = {name: record for name, record in block.records.items() if name in dict(kept.named_parameters())}
+        records = {
+            name: record for name, record in block.records.items() if name in dict(kept.named_parameters())
+        }
         return replace(block, module=kept, records=records)
 
     def ensures(self, before: Block, after: Block) -> None:

@@ -52,7 +52,9 @@ def rewrite(module: nn.Module, change: Callable[[nn.Module], nn.Module | None]) 
     new.__dict__ = dict(module.__dict__)
     new._parameters = dict(module._parameters)
     new._buffers = dict(module._buffers)
-    new._modules = {name: rewrite(child, change) for name, child in module._modules.items() if child is not None}
+    new._modules = {
+        name: None if child is None else rewrite(child, change) for name, child in module._modules.items()
+    }
     return change(new) or new
 
 
@@ -190,7 +192,11 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(spec)
 
     def forward(
-        self, hidden: Tensor, rope: tuple[Tensor, ...], mask: Tensor, past: tuple[Tensor, Tensor] | None = None
+        self,
+        hidden: Tensor,
+        rope: tuple[Tensor, ...],
+        mask: Tensor,
+        past: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         attended, keys, values = self.self_attn(self.input_layernorm(hidden), rope, mask, past)
         hidden = hidden + attended

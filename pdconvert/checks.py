@@ -39,14 +39,26 @@ class Check:
     def to_json(self) -> dict[str, Any]:
         """Plain data; an SQNR of equal tensors, which is infinite, is written as the text "inf"."""
         value: float | str = self.value if math.isfinite(self.value) else str(self.value)
-        line = {"name": self.name, "metric": self.metric, "value": value, "floor": self.floor, "passed": self.passed}
-        return {**line, "limit": "max" if self.ceiling else "min", **({"hint": self.hint} if self.hint else {})}
+        line = {
+            "name": self.name,
+            "metric": self.metric,
+            "value": value,
+            "floor": self.floor,
+            "passed": self.passed,
+        }
+        return {
+            **line,
+            "limit": "max" if self.ceiling else "min",
+            **({"hint": self.hint} if self.hint else {}),
+        }
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Check:
         """The reverse of `to_json`."""
         ceiling = line.get("limit") == "max"
-        return cls(line["name"], line["metric"], float(line["value"]), line["floor"], ceiling, line.get("hint", ""))
+        return cls(
+            line["name"], line["metric"], float(line["value"]), line["floor"], ceiling, line.get("hint", "")
+        )
 
 
 def verdict(checks: list[Check]) -> str:

@@ -92,6 +92,7 @@ class Compiler:
     head_passes: tuple[Pass, ...]
     automatic: Mapping[str, tuple[Pass, ...]]
     embedding_bits: int
+    embedding_group: int
     raw_keys: bool
     probe_ids: tuple[int, ...]
     window_ids: tuple[tuple[int, ...], ...]
@@ -135,11 +136,13 @@ class Compiler:
         passes = {name: [repr(p) for p in value] for name, value in sorted(self.automatic.items())}
         inputs = {
             "code": code_hash(),
-            "versions": {name: metadata.version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
+            "versions": {
+                name: metadata.version(name) for name in ("torch", "transformers", "numpy", "safetensors")
+            },
             "source": dict(self.source_hashes),
             "config": self.reference.source.config,
             "passes": [[repr(p) for p in self.passes], [repr(p) for p in self.head_passes], passes],
-            "embedding_bits": self.embedding_bits,
+            "embedding": [self.embedding_bits, self.embedding_group],
             "raw_keys": self.raw_keys,
             "probe": self.probe_ids,
             "windows": self.window_ids,
@@ -149,7 +152,7 @@ class Compiler:
     def _embedding(self, folder: Path, index: int, streams: Streams | None) -> None:
         reference = self.reference
         weight = reference.source.read("model.embed_tokens.weight")
-        stored = store_matrix(weight, self.embedding_bits, "model.embed_tokens.weight")
+        stored = store_matrix(weight, self.embedding_bits, self.embedding_group, "model.embed_tokens.weight")
         save_block(folder / "tensors.safetensors", {"weight": stored})
         values = stored.dequantize() if isinstance(stored, QuantizedLinear) else stored.float()
         scale, size = reference.spec.embedding_scale, reference.spec.hidden_size
@@ -178,16 +181,32 @@ class Compiler:
         outputs, first = check_family(block, probe, expected)
         block, outputs, steps = run_passes(block, self.passes, probe, expected, outputs)
         stored = stored_tensors(block)
-        values = {name: value.dequantize() if isinstance(value, QuantizedLinear) else value.float() for name, value in stored.items()}
+        values = {
+            name: value.dequantize() if isinstance(value, QuantizedLinear) else value.float()
+            for name, value in stored.items()
+        }
         _, _, more = run_passes(block, self.automatic.get(block.name, ()), probe, expected, outputs)
 
-        shipped = reference.module(index, {name: values[name].view(tensor.shape) for name, tensor in tensors.items()})
+        shipped = reference.module(
+            index, {name: values[name].view(tensor.shape) for name, tensor in tensors.items()}
+        )
         stored_hidden, stored_cache = reference.run(shipped, streams.stored)
-        stored_keys = unrotate(stored_cache.keys, probe, spec.rope.attention_factor) if self.raw_keys else stored_cache.keys
+        stored_keys = (
+            unrotate(stored_cache.keys, probe, spec.rope.attention_factor)
+            if self.raw_keys
+            else stored_cache.keys
+        )
         save_block(folder / "tensors.safetensors", stored)
         _save_flow(folder, Streams(hidden, stored_hidden, windows))
-        caches = {"reference.k": keys, "reference.v": cache.values, "stored.k": stored_keys, "stored.v": stored_cache.values}
-        save_file({name: value[0].contiguous() for name, value in caches.items()}, folder / "caches.safetensors")
+        caches = {
+            "reference.k": keys,
+            "reference.v": cache.values,
+            "stored.k": stored_keys,
+            "stored.v": stored_cache.values,
+        }
+        save_file(
+            {name: value[0].contiguous() for name, value in caches.items()}, folder / "caches.safetensors"
+        )
         _save_steps(folder, [first, *steps, *more])
 
     def _head(self, folder: Path, index: int, streams: Streams | None) -> None:
@@ -222,22 +241,27 @@ class Compiler:
         return _block("head", module, tensors, spec.layers[-1], Layout())
 
 
-def _block(name: str, module: nn.Module, tensors: Mapping[str, Tensor] | None, spec: Any, layout: Layout) -> Block:
+def _block(
+    name: str, module: nn.Module, tensors: Mapping[str, Tensor] | None, spec: Any, layout: Layout
+) -> Block:
     if tensors is not None:
         module.load_state_dict(dict(tensors), strict=True, assign=True)
     return Block(name, module.eval().requires_grad_(False), spec, layout)
 
 
-def store_matrix(weight: Tensor, bits: int, name: str) -> Stored:
-    """A matrix on the 8-bit grid of its rows, or in fp16."""
+def store_matrix(weight: Tensor, bits: int, group: int, name: str) -> Stored:
+    """A matrix on a symmetric grid, or in fp16 for 16 bits."""
     from passes.quantize_weights import to_fp16
 
-    return to_fp16(weight, name) if bits == 16 else quantize_symmetric(weight, bits, name)
+    return to_fp16(weight, name) if bits == 16 else quantize_symmetric(weight, bits, name, group)
 
 
 def stored_tensors(block: Block) -> dict[str, Stored]:
-    """What the store keeps of a block: records of quantized weights, fp16 of everything else."""
-    kept: dict[str, Stored] = {name: value.detach().half() for name, value in block.module.named_parameters()}
+    """What the store keeps of a block: records of quantized weights, fp16 of everything else, matrices as (O, I)."""
+    kept: dict[str, Stored] = {}
+    for name, value in block.module.named_parameters():
+        half = value.detach().half()
+        kept[name] = half.flatten(1) if half.dim() > 2 else half
     return {**kept, **block.records}
 
 
@@ -245,7 +269,7 @@ def unrotate(keys: Tensor, probe: Probe, attention_factor: float) -> Tensor:
     """Keys (B, heads, S, D) before RoPE: rotation by the negative angle, divided by the squared factor."""
     from pdconvert.blocks import rotate
 
-    cos, sin = probe.cos.double() / attention_factor**2, -probe.sin.double() / attention_factor**2
+    cos, sin = (table.double()[None, None] / attention_factor**2 for table in (probe.cos, -probe.sin))
     turned = rotate(keys.double()[..., : cos.shape[-1]], cos, sin, axis=3).float()
     return torch.cat((turned, keys[..., cos.shape[-1] :]), -1)
 

@@ -24,7 +24,9 @@ def expected_tensors(family: ModuleType, spec: ModelSpec) -> dict[str, tuple[int
         expected["lm_head.bias"] = (spec.vocab_size,)
     for index, layer in enumerate(spec.layers):
         with torch.device("meta"):
-            shapes = {name: tuple(value.shape) for name, value in DecoderLayer(layer, spec.rope).named_parameters()}
+            shapes = {
+                name: tuple(value.shape) for name, value in DecoderLayer(layer, spec.rope).named_parameters()
+            }
         expected |= {source: shapes[name] for name, source in family.layer_tensors(index, spec).items()}
     return expected
 
@@ -46,7 +48,9 @@ def check_inventory(source: Source, family: ModuleType, spec: ModelSpec) -> list
     if missing:
         near = [name for name in extra if any(want.endswith(name) or name.endswith(want) for want in missing)]
         hint = f"; {near[0]} is there under another name" if near else ""
-        raise InputError(f"{source.label}: {_list(missing)} missing, as config.json describes the model{hint}")
+        raise InputError(
+            f"{source.label}: {_list(missing)} missing, as config.json describes the model{hint}"
+        )
     if extra:
         raise InputError(
             f"{source.label}: {_list(extra)} left over; config.json does not account for it, so the result would "
@@ -54,7 +58,9 @@ def check_inventory(source: Source, family: ModuleType, spec: ModelSpec) -> list
         )
     for name, shape in expected.items():
         if tuple(found[name].shape) != shape:
-            raise InputError(f"{source.label}: {name} has shape {tuple(found[name].shape)}, config.json asks for {shape}")
+            raise InputError(
+                f"{source.label}: {name} has shape {tuple(found[name].shape)}, config.json asks for {shape}"
+            )
     size = source.tokenizer_size()
     if size is not None and size > spec.vocab_size:
         raise InputError(

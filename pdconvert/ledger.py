@@ -39,7 +39,9 @@ class Ledger:
             floor = step.floor_db if name == "quantize_weights" else max(step.floor_db, adapted_db)
             hint = f"block {step.block}, pass {name}: {ADVICE.get(name, DEFAULT_ADVICE)}"
             value = math.nan if math.isnan(step.original_db) else step.previous_db
-            checks.append(Check(f"pass {name}, worst block ({step.block})", "sqnr_db", value, floor, hint=hint))
+            checks.append(
+                Check(f"pass {name}, worst block ({step.block})", "sqnr_db", value, floor, hint=hint)
+            )
         return checks
 
     def table(self) -> list[dict[str, Any]]:
@@ -48,5 +50,7 @@ class Ledger:
         for name in self.names():
             step = self.worst(name)
             original = min(other.original_db for other in self.steps if other.step == name)
-            rows.append({"step": name, "block": step.block, "previous_db": step.previous_db, "original_db": original})
+            rows.append(
+                {"step": name, "block": step.block, "previous_db": step.previous_db, "original_db": original}
+            )
         return rows

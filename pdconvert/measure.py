@@ -12,8 +12,15 @@ def sqnr_db(signal: Tensor, result: Tensor) -> float:
     """Signal-to-quantization-noise ratio, 10·log10(Σ signal² / Σ (signal − result)²), in dB.
 
     Returns:
-        inf where both are bit-equal, NaN where either holds a NaN or an infinity.
+        inf where both are bit-equal, NaN where either holds a NaN or an infinity, or where nothing is compared.
+
+    Raises:
+        ValueError: the shapes differ; broadcasting would compare something else.
     """
+    if signal.shape != result.shape:
+        raise ValueError(f"shapes {tuple(signal.shape)} and {tuple(result.shape)} cannot be compared")
+    if not signal.numel():
+        return math.nan
     signal, result = signal.double(), result.double()
     noise = (signal - result).square().sum().item()
     power = signal.square().sum().item()

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from pdconvert.runtime.tokenizer import Tokenizer
 
 
+SCRATCH = (".cache", ".tokenizer")
+"""Folders of a build in progress: a cache of its own with `--no-cache`, and the tokenizer that it measures with."""
+
+
 @dataclass(frozen=True)
 class BuildResult:
     """Where the build lies, its verdict ("pass" or "fail"), and a summary of at most 80 columns."""
@@ -46,7 +50,12 @@ class BuildResult:
 
 @torch.no_grad()
 def build(
-    recipe: Recipe, out: Path, *, force: bool = False, use_cache: bool = True, progress: Progress | None = None
+    recipe: Recipe,
+    out: Path,
+    *,
+    force: bool = False,
+    use_cache: bool = True,
+    progress: Progress | None = None,
 ) -> BuildResult:
     """Compile a recipe into `out`, verify what was written by running it, and report.
 
@@ -57,14 +66,16 @@ def build(
     progress = progress or Progress.silent()
     source = open_source(recipe.source)
     plan = make_plan(recipe, source)
-    with output_folder(out, force=force) as folder, open_cache(use_cache, folder / ".cache") as cache:
-        tokenizer = _tokenizer(plan, folder / ".tokenizer")
+    with output_folder(out, force=force) as folder, open_cache(use_cache, folder / SCRATCH[0]) as cache:
+        tokenizer = _tokenizer(plan, folder / SCRATCH[1])
         texts = make_texts(plan, tokenizer)
         hashes = source.hashes()
         compiler = make_compiler(plan, texts, hashes)
 
         with progress.stage("compile blocks"):
-            compiled = progress.bar(compiler.compile(cache), "compile", total=compiler.depth + 2, unit="block")
+            compiled = progress.bar(
+                compiler.compile(cache), "compile", total=compiler.depth + 2, unit="block"
+            )
             blocks = list(compiled)
         ledger = Ledger([step for block in blocks for step in block.steps()])
         with progress.stage("greedy tokens of the reference"):
@@ -72,7 +83,9 @@ def build(
         with progress.stage("write the prefill package"):
             _write_package(folder / "prefill.mlpackage", plan, compiler, blocks)
         with progress.stage("write the decode folder"):
-            decode = write_decode_folder(folder / "decode", plan.decode_config, decode_tensors(plan, blocks), source)
+            decode = write_decode_folder(
+                folder / "decode", plan.decode_config, decode_tensors(plan, blocks), source
+            )
         cases = _cases(plan, texts, blocks, folder / "decode")
         write_vectors(folder / "test_vectors", cases, greedy)
         emitted = Emitted(plan, texts, hashes, blocks, decode, _store_hash(blocks), _eos(plan, tokenizer))
@@ -82,11 +95,11 @@ def build(
             checks = ledger.gates(recipe.gates.adapted_db)
             checks += _verify(folder, plan, texts, compiler, blocks, cases, greedy)
         outcome, cost = verdict(checks), Cost(time.monotonic() - started, peak_bytes())
-        for scratch in (".cache", ".tokenizer"):
-            shutil.rmtree(folder / scratch, ignore_errors=True)
         write_json(folder / "report" / "report.json", report(emitted, outcome, checks, ledger, cost))
         write_json(folder / "manifest.json", manifest(folder, emitted, outcome, cost))
         text = summary(folder, checks, ledger, cost)
+        for scratch in SCRATCH:
+            shutil.rmtree(folder / scratch, ignore_errors=True)
     return BuildResult(out, outcome, text)
 
 
@@ -144,7 +157,9 @@ def _write_package(folder: Path, plan: Plan, compiler: Compiler, blocks: Sequenc
         outputs=prefill.outputs,
         embedding=prefill.embedding,
     )
-    write_package(folder, lowering.program(plan.shapes), prefill.target, {"pdconvert.recipe": plan.recipe.name})
+    write_package(
+        folder, lowering.program(plan.shapes), prefill.target, {"pdconvert.recipe": plan.recipe.name}
+    )
 
 
 def decode_tensors(plan: Plan, blocks: Sequence[CompiledBlock]) -> Iterator[tuple[str, Stored]]:
@@ -221,7 +236,8 @@ def _stored_logits(plan: Plan, blocks: Sequence[CompiledBlock], row: int) -> np.
 
     head = blocks[-1]
     tensors = {
-        name: value.dequantize() if hasattr(value, "codes") else value.float() for name, value in head.tensors().items()
+        name: value.dequantize() if hasattr(value, "codes") else value.float()
+        for name, value in head.tensors().items()
     }
     hidden = head.streams().stored[0, row]
     return Reference(plan.source, plan.family, plan.spec).logits(hidden, tensors).numpy().reshape(1, -1, 1, 1)

@@ -14,6 +14,7 @@ from pdconvert.inventory import check_inventory
 from pdconvert.lowering.contract import FunctionShape
 from pdconvert.model import ModelSpec
 from pdconvert.program import Pass
+from pdconvert.quant.grid import decode_group
 from pdconvert.reference import Reference
 from pdconvert.sources.base import Source
 
@@ -45,6 +46,11 @@ class Plan:
     passes: tuple[Pass, ...]
     automatic: dict[str, tuple[Pass, ...]]
     notes: tuple[str, ...]
+
+    @property
+    def decode_only_matrices(self) -> bool:
+        """Whether embedding and head are in the MLX half only, and may take its finer grid."""
+        return self.recipe.prefill.embedding == "host" and self.recipe.prefill.outputs == "kv"
 
     @property
     def quantized(self) -> bool:
@@ -84,9 +90,18 @@ def make_plan(recipe: Recipe, source: Source) -> Plan:
     prefill = recipe.prefill
     listed = {item.name for item in recipe.passes}
     for name in sorted(listed & set(AUTOMATIC)):
-        raise InputError(f"recipe: the pipeline puts {name} in itself, from the prefill section; take it out of passes")
+        raise InputError(
+            f"recipe: the pipeline puts {name} in itself, from the prefill section; take it out of passes"
+        )
     if "rope_as_input" not in listed:
-        raise InputError("recipe: rope_as_input cannot be left out, since rope_cos and rope_sin are graph inputs")
+        raise InputError(
+            "recipe: rope_as_input cannot be left out, since rope_cos and rope_sin are graph inputs"
+        )
+    if any(getattr(item, "granularity", "per_channel") != "per_channel" for item in recipe.passes):
+        raise InputError(
+            "recipe: quantize_weights.granularity per_group is not for the package: integer weights in groups are "
+            "reported silently wrong on the ANE (coremltools#2510); use per_channel"
+        )
     if any(function.past for function in prefill.functions):
         raise InputError("recipe: functions with a past are not supported yet; use {tokens: N} only")
     if prefill.kv.storage != "io":
@@ -103,7 +118,9 @@ def make_plan(recipe: Recipe, source: Source) -> Plan:
     fixed = FixShapes(tokens=max(shape.tokens for shape in shapes))
     last = len(spec.layers) - 1
     automatic: dict[str, tuple[Pass, ...]] = {
-        f"layers.{index}": (TruncateLastLayer(), fixed) if index == last and prefill.outputs == "kv" else (fixed,)
+        f"layers.{index}": (TruncateLastLayer(), fixed)
+        if index == last and prefill.outputs == "kv"
+        else (fixed,)
         for index in range(len(spec.layers))
     }
     return Plan(recipe, source, family, spec, shapes, decode_config, passes, automatic, tuple(notes))
@@ -124,9 +141,11 @@ def make_texts(plan: Plan, tokenizer: Tokenizer | None) -> Texts:
     width, count = min(2 * split, plan.spec.max_positions), plan.recipe.probe.eval_windows
     ids = tokenizer.encode(held_out)
     stride = max(1, (len(ids) - width) // count)
-    windows = tuple(tuple(ids[start : start + width]) for start in range(0, stride * count, stride))
     if len(ids) < width or width <= split:
-        raise InputError(f"the model's {plan.spec.max_positions} positions leave nothing to score after {split} tokens")
+        raise InputError(
+            f"the model's {plan.spec.max_positions} positions leave nothing to score after {split} tokens"
+        )
+    windows = tuple(tuple(ids[start : start + width]) for start in range(0, stride * count, stride))
     return Texts(probe, windows, split, prompts, digest)
 
 
@@ -141,13 +160,15 @@ def make_compiler(plan: Plan, texts: Texts, hashes: dict[str, str]) -> Compiler:
     bits = {16: "none", 8: "w8a16"}
     structural = ("linear_to_conv2d", "safe_rms_norm")
     head = [item for item in plan.passes if item.name in structural]
-    head.append(QuantizeWeights(scheme=bits[plan.recipe.decode.head_bits]))
+    granularity = "per_group" if plan.decode_only_matrices else "per_channel"
+    head.append(QuantizeWeights(scheme=bits[plan.recipe.decode.head_bits], granularity=granularity))
     return Compiler(
         reference=Reference(plan.source, plan.family, plan.spec),
         passes=plan.passes,
         head_passes=tuple(head),
         automatic=plan.automatic,
         embedding_bits=plan.recipe.decode.embedding_bits,
+        embedding_group=decode_group(plan.spec.hidden_size) if plan.decode_only_matrices else 0,
         raw_keys=plan.recipe.prefill.kv.rope == "raw",
         probe_ids=texts.probe,
         window_ids=texts.windows,

@@ -98,7 +98,10 @@ class Block:
                 result = self.module(hidden, self._rope(probe, size))
             else:
                 result = self.module(hidden, self._rope(probe, size), self._mask(size))
-        return {name: self._plain(name, value)[..., :length, :] for name, value in zip(self.outputs, result, strict=True)}
+        return {
+            name: self._plain(name, value)[..., :length, :]
+            for name, value in zip(self.outputs, result, strict=True)
+        }
 
     def _rope(self, probe: Probe, size: int) -> tuple[Tensor, ...]:
         if not self.layout.rope_inputs:
@@ -120,7 +123,9 @@ class Block:
 def _pad(x: Tensor, size: int) -> Tensor:
     """Repeat the last entry of axis −2 up to `size`; a result must not depend on it."""
     missing = size - x.shape[-2]
-    return x if missing == 0 else torch.cat((x, x[..., -1:, :].expand(*x.shape[:-2], missing, x.shape[-1])), -2)
+    return (
+        x if missing == 0 else torch.cat((x, x[..., -1:, :].expand(*x.shape[:-2], missing, x.shape[-1])), -2)
+    )
 
 
 @runtime_checkable
@@ -170,7 +175,9 @@ def worst_db(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> float
     return math.nan if any(map(math.isnan, values)) else min(values)
 
 
-def check_family(block: Block, probe: Probe, original: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Step]:
+def check_family(
+    block: Block, probe: Probe, original: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], Step]:
     """Run the family's plain block and compare it with Hugging Face's own outputs: the first line of the ledger."""
     started = time.perf_counter()
     outputs = block.run(probe)
@@ -201,11 +208,11 @@ def run_passes(
             rewrite.requires(block)
             new = rewrite.run(block)
             rewrite.ensures(block, new)
+            new_outputs = new.run(probe)
         except Exception as error:
             done = ", ".join(step.step for step in steps) or "no pass"
             error.add_note(f"in pass {rewrite.name} on {block.name}, after {done}")
             raise
-        new_outputs = new.run(probe)
         previous_db = worst_db({name: outputs[name] for name in new.outputs}, new_outputs)
         original_db = worst_db(original, new_outputs)
         seconds = time.perf_counter() - started

@@ -86,7 +86,9 @@ class Reference:
         return self.rotary(torch.zeros(1), positions[None])
 
     @torch.no_grad()
-    def run(self, layer: nn.Module, hidden: Tensor, start: int = 0, cache: Capture | None = None) -> tuple[Tensor, Capture]:
+    def run(
+        self, layer: nn.Module, hidden: Tensor, start: int = 0, cache: Capture | None = None
+    ) -> tuple[Tensor, Capture]:
         """Run a layer causally on (B, S, H) at positions start, start + 1, …
 
         Returns:
@@ -94,7 +96,9 @@ class Reference:
         """
         cache = cache or Capture()
         length = hidden.shape[1]
-        mask = torch.full((length, start + length), torch.finfo(torch.float32).min).triu(start + 1)[None, None]
+        mask = torch.full((length, start + length), torch.finfo(torch.float32).min).triu(start + 1)[
+            None, None
+        ]
         positions = torch.arange(start, start + length)
         output = layer(hidden, attention_mask=mask, position_embeddings=self.rope(positions), cache=cache)
         return output, cache
@@ -107,7 +111,10 @@ class Reference:
     def head_tensors(self) -> dict[str, Tensor]:
         """The final norm's and the head's tensors by their names in the head block."""
         head = "model.embed_tokens.weight" if self.spec.tied else "lm_head.weight"
-        tensors = {"norm.weight": self.source.read("model.norm.weight"), "lm_head.weight": self.source.read(head)}
+        tensors = {
+            "norm.weight": self.source.read("model.norm.weight"),
+            "lm_head.weight": self.source.read(head),
+        }
         if self.spec.head_bias:
             tensors["lm_head.bias"] = self.source.read("lm_head.bias")
         return tensors

@@ -52,7 +52,7 @@ def check_case(manifest: Manifest, case: Case, executor: str, mode: str) -> list
     """Run one function of the package on a case's inputs; one check per output."""
     from pdconvert.executors import open_executor
 
-    session = open_executor(manifest.package, case.function, kind=executor, mode=mode)
+    session = open_executor(manifest.package, case.function, kind=executor, mode=mode, weight_cache_bytes=0)
     got = session.run(case.inputs)
     label = f"{session.kind} {mode}" if session.kind == "mil" else session.kind
     checks = []
@@ -62,7 +62,11 @@ def check_case(manifest: Manifest, case: Case, executor: str, mode: str) -> list
         if name in ("k", "v"):
             found = per_layer_db(expected, value, manifest.layers, case.tokens)
             where = f"lowest in layer {found.worst_layer} ({found.worst_db:.1f} dB)"
-            checks.append(Check(f"{case.name}, {label}: {name} worst layer", "sqnr_db", found.worst_db, floor, hint=where))
+            checks.append(
+                Check(
+                    f"{case.name}, {label}: {name} worst layer", "sqnr_db", found.worst_db, floor, hint=where
+                )
+            )
             checks.append(Check(f"{case.name}, {label}: {name} pooled", "sqnr_db", found.pooled_db, floor))
         else:
             db = sqnr_db(torch.from_numpy(expected).float(), value.float())
@@ -70,7 +74,9 @@ def check_case(manifest: Manifest, case: Case, executor: str, mode: str) -> list
     return checks
 
 
-def check_tokens(prefill: Prefill, decode: DecodeModel, greedy: Sequence[GreedyCase], floor: float | None) -> Check:
+def check_tokens(
+    prefill: Prefill, decode: DecodeModel, greedy: Sequence[GreedyCase], floor: float | None
+) -> Check:
     """Teacher-forced agreement of the pair with the reference's greedy tokens, as a share of what counts."""
     equal = counted = 0
     for item in greedy:
@@ -103,7 +109,13 @@ class Agreement:
     @classmethod
     def of(cls, divergences: Tensor, agreements: Tensor) -> Agreement:
         mean, error = mean_and_error(divergences)
-        return cls(mean, error, divergences.quantile(0.99).item(), agreements.double().mean().item(), agreements.numel())
+        return cls(
+            mean,
+            error,
+            divergences.quantile(0.99).item(),
+            agreements.double().mean().item(),
+            agreements.numel(),
+        )
 
 
 def measure_pair(
@@ -167,8 +179,12 @@ def check_cost(
     for name, expected in reference.items():
         found = per_layer_db(expected, torch.from_numpy(stored[name]), layers, expected.shape[-1])
         hint = f"lowest in layer {found.worst_layer} ({found.worst_db:.1f} dB); quantize with a finer scheme"
-        checks.append(Check(f"quantized weights: {name} pooled", "sqnr_db", found.pooled_db, floor, hint=hint))
-        checks.append(Check(f"quantized weights: {name} layer {found.worst_layer}", "sqnr_db", found.worst_db, None))
+        checks.append(
+            Check(f"quantized weights: {name} pooled", "sqnr_db", found.pooled_db, floor, hint=hint)
+        )
+        checks.append(
+            Check(f"quantized weights: {name} layer {found.worst_layer}", "sqnr_db", found.worst_db, None)
+        )
     return checks
 
 
@@ -212,5 +228,11 @@ def verify_build(build: Path, executor: str = "auto") -> dict[str, Any]:
     if greedy:
         decode = DecodeModel.load(manifest.decode, products="dequantized")
         quantized = schema.read_manifest(build)["quantization"]["quantized"]
-        checks.append(check_tokens(open_prefill(manifest, kind, "fp16"), decode, greedy, None if quantized else 1.0))
-    return {"verdict": verdict(checks), "checks": [check.to_json() for check in checks], "executors": {"prefill": kind}}
+        checks.append(
+            check_tokens(open_prefill(manifest, kind, "fp16"), decode, greedy, None if quantized else 1.0)
+        )
+    return {
+        "verdict": verdict(checks),
+        "checks": [check.to_json() for check in checks],
+        "executors": {"prefill": kind},
+    }

@@ -1,5 +1,7 @@
 """Fixtures for all tests: nothing is written outside pytest's own temporary folders."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,3 +14,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("PDCONVERT_CACHE", str(folder))
     monkeypatch.delenv("PDCONVERT_CACHE_LIMIT", raising=False)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """Put back the levels that the command line sets for the whole process."""
+    names = ("pdconvert", "coremltools", "torch", "transformers")
+    levels = {name: logging.getLogger(name).level for name in names}
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)

@@ -20,7 +20,17 @@ from pdconvert.lowering.contract import input_ports, output_ports
 from pdconvert.prepare import Plan, Texts
 from pdconvert.process import list_files
 
-TOOLS = ("torch", "transformers", "coremltools", "numpy", "safetensors", "mlx", "mlx-lm", "gguf", "tokenizers")
+TOOLS = (
+    "torch",
+    "transformers",
+    "coremltools",
+    "numpy",
+    "safetensors",
+    "mlx",
+    "mlx-lm",
+    "gguf",
+    "tokenizers",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,9 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
         shape.name: {
             "sequence_length": shape.tokens,
             "past_length": shape.past,
-            "inputs": [port.manifest() for port in input_ports(spec, shape, prefill.embedding, prefill.outputs)],
+            "inputs": [
+                port.manifest() for port in input_ports(spec, shape, prefill.embedding, prefill.outputs)
+            ],
             "outputs": [port.manifest() for port in output_ports(spec, shape, prefill.outputs)],
         }
         for shape in plan.shapes
@@ -127,7 +139,7 @@ def bits_per_weight(blocks: Sequence[CompiledBlock]) -> float:
     bits = weights = 0
     for block in blocks:
         if block.name.startswith("layers."):
-            for name, value in block.tensors().items():
+            for value in block.tensors().values():
                 if len(value.shape) == 2:
                     size = value.shape[0] * value.shape[1]
                     weights += size
@@ -136,7 +148,9 @@ def bits_per_weight(blocks: Sequence[CompiledBlock]) -> float:
     return round(bits / weights, 4)
 
 
-def report(emitted: Emitted, verdict: str, checks: Sequence[Check], ledger: Ledger, cost: Cost) -> dict[str, Any]:
+def report(
+    emitted: Emitted, verdict: str, checks: Sequence[Check], ledger: Ledger, cost: Cost
+) -> dict[str, Any]:
     """The ledger: every pass, block and check."""
     return {
         "schema": schema.SCHEMA,
@@ -151,4 +165,6 @@ def report(emitted: Emitted, verdict: str, checks: Sequence[Check], ledger: Ledg
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write one JSON file, its folder made if missing."""
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
+    )

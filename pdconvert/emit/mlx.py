@@ -283,6 +283,7 @@ def _compare(
                 arrays["biases"][rows].astype(mx.float32),
                 group_size=group,
                 bits=record.bits,
+                stream=mx.cpu,
             )
         else:
             read, stored = arrays["weight"][rows].astype(mx.float32), stored.astype("<f2").astype(np.float32)
@@ -294,5 +295,5 @@ def _compare(
             first = tuple(int(axis[0]) for axis in np.nonzero(differ))
             raise CheckFailed(
                 f"{where}: {int(differ.sum())} values differ from the store, the first at row "
-                f"{rows.start + first[0]}: {found[first]!r} instead of {stored[first]!r}"
+                f"{rows.start + first[0]}: {float(found[first])} instead of {float(stored[first])}"
             )

@@ -47,6 +47,7 @@ def open_executor(
     kind: str = "auto",
     mode: str = "fp32",
     compute_units: str = "cpu_and_ne",
+    weight_cache_bytes: int | None = None,
 ) -> Executor:
     """Open one function of a package.
 
@@ -56,6 +57,8 @@ def open_executor(
         kind: `mil`, `coreml`, or `auto`: Core ML on macOS, else `mil`.
         mode: `fp32` or `fp16`; of the `mil` executor only, Core ML computes in what the device has.
         compute_units: `all`, `cpu_and_ne`, `cpu_and_gpu` or `cpu_only`; of Core ML only.
+        weight_cache_bytes: how many bytes of materialised weights `mil` keeps between runs; 0 where there
+            is one run only.
 
     Raises:
         InputError: the package cannot be run, or Core ML was asked for where there is none.
@@ -73,4 +76,4 @@ def open_executor(
     from pdconvert.executors.mil import MilSession
 
     why = "asked for" if kind == "mil" else f"Core ML runs on macOS only, this is {sys.platform}"
-    return MilSession(package, function, mode=mode, reason=why)
+    return MilSession(package, function, mode=mode, reason=why, weight_cache_bytes=weight_cache_bytes)

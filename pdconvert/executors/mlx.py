@@ -11,7 +11,10 @@ from __future__ import annotations
 import json
 import logging
 import resource
-from collections.abc import Callable, Sequence
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -156,10 +159,23 @@ def _load_stock(folder: Path) -> Any:
     finally:
         _restore_open_files(limits[0])
     try:
-        model, _ = load_model(folder, lazy=True)
+        with _path_without_wildcards(folder) as path:
+            model, _ = load_model(path, lazy=True)
     except (ValueError, KeyError, TypeError, FileNotFoundError, json.JSONDecodeError) as error:
-        raise InputError(f"{folder}: mlx-lm cannot load it: {' '.join(str(error).split())[:300]}") from error
+        raise InputError(f"{folder}: mlx-lm cannot load it: {textwrap.shorten(str(error), 300)}") from error
     return model
+
+
+@contextmanager
+def _path_without_wildcards(folder: Path) -> Iterator[Path]:
+    """The folder itself, or a link to it: mlx-lm takes its path as a glob pattern, in which [x] means x."""
+    if not set("*?[") & set(str(folder)):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        link = Path(temporary) / "decode"
+        link.symlink_to(folder.resolve(), target_is_directory=True)
+        yield link
 
 
 def _restore_open_files(soft: int) -> None:

@@ -23,7 +23,9 @@ from pdconvert.errors import InputError
 def names() -> list[str]:
     """The `model_type` of every family, sorted."""
     return sorted(
-        info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_") and info.name != "config"
+        info.name
+        for info in pkgutil.iter_modules(__path__)
+        if not info.name.startswith("_") and info.name != "config"
     )
 
 
@@ -35,7 +37,9 @@ def get(config: dict[str, Any]) -> ModuleType:
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise InputError("config.json has no model_type, so its family is unknown; add it to the checkpoint's config")
+        raise InputError(
+            "config.json has no model_type, so its family is unknown; add it to the checkpoint's config"
+        )
     if model_type not in names():
         near = difflib.get_close_matches(model_type, names(), 1)
         hint = f" (did you mean {near[0]}?)" if near else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,14 +11,54 @@ from pdconvert.errors import InputError
 from pdconvert.model import Rope
 
 BOOKKEEPING = frozenset(
-    "_name_or_path architectures auto_map attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id "
-    "id2label initializer_range is_encoder_decoder label2id model_type output_attentions output_hidden_states "
-    "pad_token_id problem_type return_dict tokenizer_class torch_dtype transformers_version unsloth_version "
-    "unsloth_fixed use_cache transformers.js_config".split()
+    {
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "attention_dropout",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "unsloth_version",
+        "unsloth_fixed",
+        "use_cache",
+        "transformers.js_config",
+    }
 )
 """Config keys that change nothing that a converted model computes."""
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor",),
+        (
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    ),
+}
+"""RoPE kinds, each with the parameters that it needs and those that it may have."""
 
 
 def refuse_unknown(config: dict[str, Any], known: Iterable[str], family: str) -> None:
@@ -55,34 +96,66 @@ def rope_parameters(config: dict[str, Any], default_theta: float = 10000.0) -> d
     """The RoPE settings in one form, from `rope_parameters` (new) or `rope_theta` + `rope_scaling` (old).
 
     Returns:
-        A dict with `rope_type`, `rope_theta` and the parameters of that type.
+        A dict with `rope_type`, `rope_theta` and the parameters of that type that are not null.
 
     Raises:
-        InputError: the type is unknown or refused, or a needed parameter is missing.
+        InputError: the type is unknown or refused, or a parameter is missing, unknown or not a positive number.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise InputError(f"config.json: rope_scaling must be an object, not {given!r}")
-    settings = dict(given)
+    settings = _rope_settings(config)
     old_kind = settings.pop("type", None)
     kind = settings.setdefault("rope_type", old_kind or "default")
-    theta = settings.setdefault("rope_theta", config.get("rope_theta") or default_theta)
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
-        raise InputError(f"config.json: rope_theta must be a positive number, not {theta!r}")
+    if settings.get("rope_theta") is None:
+        settings["rope_theta"] = default_theta if config.get("rope_theta") is None else config["rope_theta"]
+    if not is_positive(settings["rope_theta"]):
+        raise InputError(f"config.json: rope_theta must be a positive number, not {settings['rope_theta']!r}")
     if kind == "dynamic":
         raise InputError(
             "config.json: rope type 'dynamic' is refused: its frequencies change with the prompt's length, so a "
             "cache filled in chunks would be wrong; set rope type 'yarn' or 'linear' if the model allows it"
         )
-    if kind not in ROPE_KINDS:
-        raise InputError(f"config.json: rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-    needed = {"linear": ("factor",), "yarn": ("factor",)}.get(kind, ())
-    if kind == "llama3":
-        needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
+        raise InputError(
+            f"config.json: rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}"
+        )
+    if settings.pop("partial_rotary_factor", None) not in (None, 1):
+        raise InputError(
+            "config.json: rope partial_rotary_factor is not supported: all channels of a head rotate"
+        )
+    needed, optional = ROPE_KINDS[kind]
+    settings = {key: value for key, value in settings.items() if value is not None}
+    unknown = sorted(set(settings) - {"rope_type", "rope_theta", *needed, *optional})
+    if unknown:
+        raise InputError(f"config.json: rope type {kind!r} has no parameter {unknown[0]}; remove it")
     for key in needed:
-        if not isinstance(settings.get(key), int | float) or isinstance(settings.get(key), bool):
-            raise InputError(f"config.json: rope type {kind!r} needs a number {key}, found {settings.get(key)!r}")
+        if not is_positive(settings.get(key)):
+            raise InputError(
+                f"config.json: rope type {kind!r} needs a positive number {key}, found {settings.get(key)!r}"
+            )
+    if kind == "llama3" and settings["low_freq_factor"] >= settings["high_freq_factor"]:
+        raise InputError("config.json: rope low_freq_factor must be below high_freq_factor")
+    for key in ("original_max_position_embeddings", "beta_fast", "beta_slow"):
+        if key in settings and not is_positive(settings[key]):
+            raise InputError(f"config.json: rope {key} must be a positive number, not {settings[key]!r}")
     return settings
+
+
+def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """A copy of whichever of the two RoPE objects is there."""
+    found: list[dict[str, Any]] = []
+    for key in ("rope_parameters", "rope_scaling"):
+        value = config.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise InputError(f"config.json: {key} must be an object, not {value!r}")
+        if value:
+            found.append(value)
+    if len(found) == 2 and found[0] != found[1]:
+        raise InputError("config.json: rope_parameters and rope_scaling are both there and differ; keep one")
+    return dict(found[0]) if found else {}
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value is a number above zero, neither NaN nor infinite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def reference_class(path: str) -> type:
@@ -92,6 +165,13 @@ def reference_class(path: str) -> type:
 
 
 def read_rope(hf_config: Any, rotary: str) -> Rope:
-    """The frequencies that Hugging Face's own rotary module computes for its config."""
+    """The frequencies that Hugging Face's own rotary module computes for its config.
+
+    Raises:
+        InputError: they are not finite.
+    """
     module = reference_class(rotary)(hf_config)
-    return Rope(tuple(module.inv_freq.double().tolist()), float(module.attention_scaling))
+    rope = Rope(tuple(module.inv_freq.double().tolist()), float(module.attention_scaling))
+    if not all(map(math.isfinite, (*rope.inv_freq, rope.attention_factor))):
+        raise InputError("config.json: the RoPE parameters give frequencies that are not finite")
+    return rope

@@ -12,11 +12,34 @@ LAYER = "transformers.models.llama.modeling_llama:LlamaDecoderLayer"
 NORM = "transformers.models.llama.modeling_llama:LlamaRMSNorm"
 ROTARY = "transformers.models.llama.modeling_llama:LlamaRotaryEmbedding"
 
-KNOWN = frozenset(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "hidden_act max_position_embeddings rms_norm_eps tie_word_embeddings rope_theta rope_scaling rope_parameters "
-    "attention_bias mlp_bias pretraining_tp is_llama_config rope_interleaved sliding_window".split()
+COMPUTED = frozenset(
+    {
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+    }
 )
+"""Config keys that, with the RoPE's, decide what the model computes."""
+
+KNOWN = COMPUTED | {
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "pretraining_tp",
+    "is_llama_config",
+    "rope_interleaved",
+    "sliding_window",
+}
 
 TINY = {
     "model_type": "llama",
@@ -35,14 +58,26 @@ TINY = {
 
 
 def hf_config(config: dict[str, Any]) -> Any:
-    """The checkpoint's config as Hugging Face's own class, attention in its eager form."""
+    """The checkpoint's config as Hugging Face's own class, attention in its eager form.
+
+    Only keys that decide the result are handed on (and the range of random weights, for who draws them), so
+    that a bookkeeping key which transformers would refuse does no harm.
+
+    Raises:
+        InputError: transformers refuses a value.
+    """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import LlamaConfig
 
-    values = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "auto_map")}
+    values = {
+        key: config[key] for key in sorted(COMPUTED | {"initializer_range"}) if config.get(key) is not None
+    }
     values["rope_parameters"] = rope_parameters(config)
+    if isinstance(values.get("rms_norm_eps"), int):
+        values["rms_norm_eps"] = float(values["rms_norm_eps"])
     try:
-        result = LlamaConfig.from_dict(values)
-    except (TypeError, ValueError, KeyError) as error:
+        result = LlamaConfig(**values)
+    except (TypeError, ValueError, KeyError, ArithmeticError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"config.json: transformers refuses this llama config: {reason}") from error
     result._attn_implementation = "eager"
@@ -59,17 +94,25 @@ def read_config(config: dict[str, Any]) -> ModelSpec:
     if config.get("rope_interleaved"):
         raise InputError("config.json: rope_interleaved=true is not supported; only the half-split RoPE is")
     if config.get("sliding_window"):
-        raise InputError("config.json: sliding_window is not a llama key with an effect; remove it or set it to null")
+        raise InputError(
+            "config.json: sliding_window is not a llama key with an effect; remove it or set it to null"
+        )
     activation = config.get("hidden_act") or "silu"
     if activation != "silu":
-        raise InputError(f"config.json: hidden_act {activation!r} is not supported: mlx-lm's llama computes silu only")
+        raise InputError(
+            f"config.json: hidden_act {activation!r} is not supported: mlx-lm's llama computes silu only"
+        )
     hidden = positive_int(config, "hidden_size", 4096)
     heads = positive_int(config, "num_attention_heads", 32)
     kv_heads = positive_int(config, "num_key_value_heads", heads)
     if heads % kv_heads:
-        raise InputError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if config.get("head_dim") is None and hidden % heads:
-        raise InputError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+        raise InputError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    if hidden % heads:  # transformers refuses it even with a head_dim of its own
+        raise InputError(
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+        )
     head_dim = positive_int(config, "head_dim", hidden // heads)
     if head_dim % 2:
         raise InputError(f"config.json: head_dim {head_dim} is odd; RoPE needs pairs")
@@ -94,10 +137,10 @@ def read_config(config: dict[str, Any]) -> ModelSpec:
         hidden_size=hidden,
         vocab_size=positive_int(config, "vocab_size", 32000),
         layers=(layer,) * positive_int(config, "num_hidden_layers", 32),
-        rope=read_rope(hf_config(config), ROTARY),
         norm_eps=float(eps),
         tied=flag(config, "tie_word_embeddings", False),
         max_positions=positive_int(config, "max_position_embeddings", 2048),
+        rope=read_rope(hf_config(config), ROTARY),
     )
 
 
@@ -126,8 +169,10 @@ def decode_config(config: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
     if kind != "default":
         for key in ("attention_factor", "truncate", "mscale", "mscale_all_dim"):
             if rope.get(key) is not None:
-                raise InputError(f"config.json: rope {key}={rope[key]!r} is not read by mlx-lm's llama; decode would differ")
-        scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+                raise InputError(
+                    f"config.json: rope {key}={rope[key]!r} is not read by mlx-lm's llama; decode would differ"
+                )
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         if kind == "yarn":
             scaling.setdefault("original_max_position_embeddings", spec.max_positions)
     return {

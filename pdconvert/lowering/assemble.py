@@ -12,6 +12,7 @@ import torch
 from coremltools.converters.mil import Builder as mb
 from coremltools.converters.mil.mil import Function, Program, types
 
+from pdconvert.blocks import KeysValuesLayer
 from pdconvert.errors import InputError
 from pdconvert.lowering.aten import ROWS, slice_axis
 from pdconvert.lowering.contract import FunctionShape, input_ports, output_ports
@@ -51,6 +52,10 @@ class Lowering:
         """The MIL program with one function per shape, the first one being the default."""
         import coremltools as ct
 
+        if self.target not in SPECIFICATION_VERSIONS:
+            raise InputError(
+                f"target {self.target} is not supported; use one of {', '.join(SPECIFICATION_VERSIONS)}"
+            )
         mb.name_count.clear()  # names of constants count up per process; equal builds need equal names
 
         program = Program()
@@ -71,12 +76,15 @@ class Lowering:
         layers = [block for block in self.skeletons if block.name.startswith("layers.")]
         for index, block in enumerate(layers):
             heads = block.spec.kv_heads
+            attends = shape.past and not isinstance(block.module, KeysValuesLayer)
             past = [
                 slice_axis(f"{_identifier(block.name)}_{name}", inputs[name], 1, index * heads, heads)
                 for name in ("past_k", "past_v")
-                if shape.past
+                if attends
             ]
-            results = dict(zip(block.outputs, self._block(block, shape, [hidden, *rope_mask, *past]), strict=True))
+            results = dict(
+                zip(block.outputs, self._block(block, shape, [hidden, *rope_mask, *past]), strict=True)
+            )
             hidden = results.get("hidden")
             for name, values in caches.items():
                 values.append(results[name])
@@ -114,7 +122,8 @@ class Lowering:
         stored = self.load(block.name)
         shapes = {name: tuple(value.shape) for name, value in block.module.named_parameters()}
         constants = {
-            placeholder: _Parameter(name, stored[name], shapes[name]) for placeholder, name in graph.parameters.items()
+            placeholder: _Parameter(name, stored[name], shapes[name])
+            for placeholder, name in graph.parameters.items()
         }
         return _Walk(self, block.name, values, constants).run(graph.graph)
 
@@ -214,7 +223,11 @@ def _only_feeds_products(node: torch.fx.Node) -> bool:
         return False
     rank = node.meta["val"].dim()
     swaps_last = {axis % rank for axis in node.args[1:]} == {rank - 1, rank - 2}
-    return swaps_last and bool(node.users) and all(str(user.target) == "aten.matmul.default" for user in node.users)
+    return (
+        swaps_last
+        and bool(node.users)
+        and all(str(user.target) == "aten.matmul.default" for user in node.users)
+    )
 
 
 def _transposed(argument: Any) -> tuple[Any, bool]:
@@ -225,7 +238,11 @@ def _transposed(argument: Any) -> tuple[Any, bool]:
 
 def _gather_cache(values: Sequence[Any], name: str) -> Any:
     """Caches (1, heads, D, S) of all layers as one (1, L·heads, D, S)."""
-    return mb.identity(x=values[0], name=name) if len(values) == 1 else mb.concat(values=list(values), axis=1, name=name)
+    return (
+        mb.identity(x=values[0], name=name)
+        if len(values) == 1
+        else mb.concat(values=list(values), axis=1, name=name)
+    )
 
 
 def _scope(node: torch.fx.Node) -> str:

@@ -117,19 +117,35 @@ def _softmax(name: str, x: Any, axis: int, dtype: Any = None) -> Any:
 
 
 @row("aten.layer_norm.default")
-def _layer_norm(name: str, x: Any, shape: Sequence[int], gamma: Any = None, beta: Any = None, eps: float = 1e-5) -> Any:
+def _layer_norm(
+    name: str,
+    x: Any,
+    shape: Sequence[int],
+    gamma: Any = None,
+    beta: Any = None,
+    eps: float = 1e-5,
+    cudnn: bool = True,
+) -> Any:
     axes = list(range(len(x.shape) - len(shape), len(x.shape)))
     return mb.layer_norm(x=x, axes=axes, gamma=gamma, beta=beta, epsilon=np.float16(eps), name=name)
 
 
 @row("aten.conv2d.default")
 def _conv2d(name: str, x: Any, weight: Any, bias: Any = None) -> Any:
-    return mb.conv(x=x, weight=weight, bias=bias, name=name) if bias is not None else mb.conv(x=x, weight=weight, name=name)
+    return (
+        mb.conv(x=x, weight=weight, bias=bias, name=name)
+        if bias is not None
+        else mb.conv(x=x, weight=weight, name=name)
+    )
 
 
 @row("aten.linear.default")
 def _linear(name: str, x: Any, weight: Any, bias: Any = None) -> Any:
-    return mb.linear(x=x, weight=weight, bias=bias, name=name) if bias is not None else mb.linear(x=x, weight=weight, name=name)
+    return (
+        mb.linear(x=x, weight=weight, bias=bias, name=name)
+        if bias is not None
+        else mb.linear(x=x, weight=weight, name=name)
+    )
 
 
 @row("aten.view.default", "aten.reshape.default")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdconvert.blocks import rewrite
+from pdconvert.blocks import Head, rewrite
+from pdconvert.errors import InputError
 from pdconvert.lowering.contract import ContractForm, FunctionShape, example_inputs
 from pdconvert.program import Block
 
@@ -38,12 +39,20 @@ def signature(block: Block, shape: FunctionShape) -> tuple[Any, ...]:
 
 
 def export_block(block: Block, rope_dims: int, shape: FunctionShape) -> BlockGraph:
-    """Export a block's contract form for one function shape."""
+    """Export a block's contract form for one function shape.
+
+    Raises:
+        InputError: the block still computes its RoPE from positions, which no graph input gives.
+    """
+    if not (block.layout.rope_inputs or isinstance(block.module, Head)):
+        raise InputError(f"block {block.name} takes positions, the graph gives rope_cos; list rope_as_input")
 
     def to_meta(part: nn.Module) -> None:
         for name, value in part._parameters.items():
             if value is not None:
-                part._parameters[name] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
+                part._parameters[name] = nn.Parameter(
+                    torch.empty_like(value, device="meta"), requires_grad=False
+                )
 
     skeleton = rewrite(block.module, to_meta)
     for part in skeleton.modules():

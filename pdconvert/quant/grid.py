@@ -43,24 +43,41 @@ class QuantizedLinear:
         return (codes.view(rows, -1, self.group) * self.scales.float()[:, :, None]).view(rows, columns)
 
 
-def quantize_symmetric(weight: Tensor, bits: int, name: str) -> QuantizedLinear:
-    """Round to nearest on the symmetric grid of each output channel, with fp16 scales.
+DECODE_GROUPS = (64, 32)
+"""Input channels that share a scale in matrices that only the MLX half holds, the first that divides."""
 
-    The scale is absmax / (2^(bits−1) − 1) rounded to fp16, and codes are chosen for the rounded scale.
+
+def decode_group(inputs: int) -> int:
+    """The group for a matrix that only the MLX half holds; 0 (the whole row) where none divides."""
+    return next((group for group in DECODE_GROUPS if inputs % group == 0), 0)
+
+
+def quantize_symmetric(weight: Tensor, bits: int, name: str, group: int = 0) -> QuantizedLinear:
+    """Round to nearest on a symmetric grid with fp16 scales.
+
+    The scale is absmax / (2^(bits−1) − 1) rounded to fp16, and codes are chosen for the rounded scale. Among
+    fp16's subnormals rounding can lower the scale so far that the largest weight is out of reach; there it is
+    rounded up. So no value is off by more than half a scale.
 
     Args:
         weight: (O, I), fp32, finite.
         name: the tensor's name, for errors.
+        group: input channels that share a scale; 0 for one scale per output channel.
 
     Raises:
         InputError: a scale, or 2^(bits−1) times it (MLX's bias), exceeds fp16.
     """
     limit = 2 ** (bits - 1) - 1
-    scales = (weight.abs().amax(1, keepdim=True) / limit).clamp_min(TINIEST_SCALE).half()
+    rows, columns = weight.shape
+    grouped = weight.reshape(rows, -1, group or columns)
+    peaks = grouped.abs().amax(2)
+    scales = (peaks / limit).clamp_min(TINIEST_SCALE).half()
+    short = scales.float() * (limit + 0.5) < peaks
+    scales = (scales.view(torch.int16) + short).view(torch.float16)  # the next fp16 number above, where short
     if scales.float().max() * (limit + 1) > FP16_MAX:
         raise InputError(
             f"{name}: weights up to {weight.abs().max().item():.4g} do not fit an fp16 grid of {bits} bits; "
             "leave quantize_weights out of the recipe for this model, or rescale the checkpoint"
         )
-    codes = torch.round(weight / scales.float()).clamp_(-limit, limit).to(torch.int8)
-    return QuantizedLinear(codes, scales, bits)
+    codes = (grouped / scales.float()[:, :, None]).round_().clamp_(-limit, limit).to(torch.int8)
+    return QuantizedLinear(codes.view(rows, columns), scales, bits, group)

@@ -70,14 +70,14 @@ def _read(name_or_path: str) -> tuple[str, str, Path]:
         text = files("recipes").joinpath(f"{name_or_path}.yaml").read_text(encoding="utf-8")
         return text, f"recipe {name_or_path}", Path.cwd()
     path = Path(name_or_path)
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder; give a recipe file or one of {', '.join(shipped)}")
-    if not path.exists():
+    try:
+        if path.is_dir():
+            raise InputError(f"{path}: is a folder; give a recipe file or one of {', '.join(shipped)}")
+        return path.read_text(encoding="utf-8"), str(path), path.absolute().parent
+    except FileNotFoundError as error:
         looks_like_file = path.suffix in (".yaml", ".yml") or len(path.parts) > 1
         hint = "; check the path" if looks_like_file else near_miss(name_or_path, shipped)
-        raise InputError(f"{name_or_path}: no such recipe{' file' if looks_like_file else ''}{hint}")
-    try:
-        return path.read_text(encoding="utf-8"), str(path), path.absolute().parent
+        raise InputError(f"{path}: no such recipe{' file' if looks_like_file else ''}{hint}") from error
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path}: not a text file in UTF-8 (byte {error.start}); a recipe is YAML"

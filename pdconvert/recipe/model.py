@@ -180,7 +180,7 @@ class Recipe(Strict):
     source: SourceSpec
     prefill: Prefill = Prefill()
     passes: tuple[Any, ...]
-    decode: Decode = Decode()
+    decode: Decode = Field(default=Decode(), validate_default=True)
     gates: Gates = Gates()
     probe: Probe = Probe()
 

@@ -42,22 +42,22 @@ def _set_field(data: Any, model: type[BaseModel], parts: list[str], value: Any, 
     key, rest = parts[0], parts[1:]
     if key not in model.model_fields:
         raise InputError(f"{where}: unknown key {key!r}{near_miss(key, model.model_fields)}")
-    if model is Recipe and key == "passes":
-        return _set_pass(data, rest, value, where)
-    if key == "functions":
-        return _set_function(data, rest, value, where)
     annotation = model.model_fields[key].annotation
     inner = _inner_model(annotation)
-    if inner is not None:
-        if not rest:
-            raise InputError(f"{where}: {key!r} is a group; set one of {', '.join(inner.model_fields)} in it")
-        return _set_field(_child(data, key), inner, rest, value, where)
-    if typing.get_origin(annotation) is dict:
-        return _set_free(_child(data, key), key, rest, value, where)
-    if rest:
+    if model is Recipe and key == "passes":
+        _set_pass(data, rest, value, where)
+    elif key == "functions":
+        _set_function(data, rest, value, where)
+    elif inner is not None and rest:
+        _set_field(_child(data, key), inner, rest, value, where)
+    elif inner is not None:
+        raise InputError(f"{where}: {key!r} is a group; set one of {', '.join(inner.model_fields)} in it")
+    elif typing.get_origin(annotation) is dict:
+        _set_free(_child(data, key), key, rest, value, where)
+    elif rest:
         raise InputError(f"{where}: {key!r} is a single value and has no {rest[0]!r}")
-    data[key] = value
-    return None
+    else:
+        data[key] = value
 
 
 def _set_pass(data: dict[str, Any], parts: list[str], value: Any, where: str) -> None:
@@ -72,7 +72,7 @@ def _set_pass(data: dict[str, Any], parts: list[str], value: Any, where: str) ->
     if name not in names:
         known = "; add it to the recipe's passes" if name in pass_classes() else near_miss(name, names)
         raise InputError(f"{where}: the recipe lists no pass {name!r}{known}")
-    if option not in option_names(name) if name in pass_classes() else False:
+    if name in pass_classes() and option not in option_names(name):
         hint = near_miss(option, option_names(name)) or "; it has none"
         raise InputError(f"{where}: {name} has no option {option!r}{hint}")
     index = names.index(name)

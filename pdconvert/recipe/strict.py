@@ -23,6 +23,7 @@ _EXPECTED = {
     "model_attributes_type": "expected a mapping",
     "tuple_type": "expected a list",
     "list_type": "expected a list",
+    "string_pattern_mismatch": "expected letters, digits, dots, dashes and underscores, a letter or digit first",
     "finite_number": "expected a finite number",
     "missing": "required, but absent",
 }

@@ -23,6 +23,8 @@ _SCALARS: tuple[tuple[str, str, str], ...] = (
     ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
 )
 
+_MAX_DIGITS = 100
+
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalars of YAML 1.2 and no duplicate keys."""
@@ -53,7 +55,16 @@ for _tag, _pattern, _first in _SCALARS:
     )
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """A whole number in base ten, of any sensible length."""
+    if len(node.value) > _MAX_DIGITS:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"a number of {len(node.value)} digits", node.start_mark
+        )
+    return int(node.value)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def _load(text: str) -> Any:
@@ -65,12 +76,13 @@ def _load(text: str) -> Any:
         loader.dispose()
 
 
-def parse_yaml(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str, *, show_line: bool = True) -> Any:
     """Parse one YAML document.
 
     Args:
         text: the document.
         where: the name to show in errors, such as the file's path.
+        show_line: whether errors tell the line.
 
     Raises:
         InputError: the text is not YAML, or has a duplicate or non-string key.
@@ -79,8 +91,9 @@ def parse_yaml(text: str, where: str) -> Any:
         return _load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark else ""
-        raise InputError(f"{where}{line}: {error.problem or error.context}") from error
+        line = f":{mark.line + 1}" if mark and show_line else ""
+        told = ", ".join(part for part in (error.context, error.problem) if part)
+        raise InputError(f"{where}{line}: {told}") from error
     except yaml.YAMLError as error:
         raise InputError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
 
@@ -91,7 +104,7 @@ def parse_scalar(text: str, where: str) -> str | int | float | bool | None:
     Raises:
         InputError: the text is a list, a mapping or not YAML.
     """
-    value: Any = parse_yaml(text, where)
+    value: Any = parse_yaml(text, where, show_line=False)
     if isinstance(value, dict | list):
         raise InputError(f"{where}: {text!r} is not a scalar: write the list or mapping into the recipe file")
     return value

@@ -31,7 +31,11 @@ def summary(folder: Path, checks: Sequence[Check], ledger: Ledger, cost: Cost) -
         lines.append(f"{row['step']:<24}{row['block']:<16}{before:>16}{original:>16}")
     lines += ["", f"{'check':<50}{'value':>11}{'gate':>12}"]
     for check in checks[len(ledger.names()) :]:
-        gate = "" if check.floor is None else f"{'≤' if check.ceiling else '≥'} {number(check.floor, check.metric)}"
+        gate = (
+            ""
+            if check.floor is None
+            else f"{'≤' if check.ceiling else '≥'} {number(check.floor, check.metric)}"
+        )
         mark = "" if check.passed else "  FAIL"
         lines.append(f"{check.name[:49]:<50}{number(check.value, check.metric):>11}{gate:>12}{mark}")
     for check in checks:

@@ -60,7 +60,7 @@ class Prefill:
             The keys and values of len(prompt) − 1 tokens; None for a prompt of one token.
 
         Raises:
-            InputError: no tokens, or more than one call takes.
+            InputError: no tokens, more than one call takes, or one outside the vocabulary.
             CheckFailed: the package gives values that are not finite.
         """
         if not prompt:
@@ -71,6 +71,10 @@ class Prefill:
                 f"the prompt has {len(prompt)} tokens, and this build prefills at most {limit} in one call; "
                 "shorten the prompt, or build with a longer prefill function"
             )
+        outside = [token for token in prompt if not 0 <= token < self.manifest.vocab_size]
+        if outside:
+            size = self.manifest.vocab_size
+            raise InputError(f"the prompt holds token id {outside[0]}, and the vocabulary ends at {size - 1}")
         ids = list(prompt[:-1])
         if not ids:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Tokenizer:
                 str(folder), trust_remote_code=False, local_files_only=True
             )
         except (OSError, ValueError, ImportError, KeyError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = textwrap.shorten(str(error), 200)
             raise InputError(f"{folder}: its tokenizer cannot be loaded: {reason}") from error
 
     @property
@@ -41,23 +42,29 @@ class Tokenizer:
         """Token ids of a prompt.
 
         A beginning-of-text token stands at the start exactly once where the tokenizer or the template
-        puts one, whichever of them does, or both; models trained without one get none.
+        puts one, whichever of them does, or both; models trained without one get none. An end-of-text
+        token that the tokenizer puts after plain text is left out, since the text is to go on.
 
         Args:
             prompt: the text, or the user's message.
             chat: put the message into the chat template, with the opening of the model's answer.
 
         Raises:
-            InputError: an empty prompt, or no chat template.
+            InputError: an empty prompt, one that is not UTF-8, or no chat template.
         """
         if not prompt:
             raise InputError("the prompt is empty; give at least one character with --prompt")
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise InputError("the prompt holds bytes that are not UTF-8; give it as UTF-8 text")
+        added = self._tokenizer.encode("")
+        adds_bos = self._tokenizer.bos_token_id is not None and added[:1] == [self._tokenizer.bos_token_id]
         if chat:
-            text = self._render(prompt)
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            ids = self._tokenizer.encode(self._render(prompt), add_special_tokens=False)
         else:
             ids = self._tokenizer.encode(prompt)
-        ids = one_bos(ids, self._tokenizer.bos_token_id, self._adds_bos())
+            if len(added) > adds_bos and added[-1] == ids[-1] == self.eos_id:
+                ids = ids[:-1]
+        ids = one_bos(ids, self._tokenizer.bos_token_id, adds_bos)
         if not ids:
             raise InputError("the prompt is empty: the tokenizer makes no token of it; give another --prompt")
         return ids
@@ -70,10 +77,6 @@ class Tokenizer:
         """A new stream from ids to text."""
         return Detokenizer(self._tokenizer)
 
-    def _adds_bos(self) -> bool:
-        bos = self._tokenizer.bos_token_id
-        return bos is not None and self._tokenizer.encode("")[:1] == [bos]
-
     def _render(self, prompt: str) -> str:
         from jinja2 import TemplateError
 
@@ -83,7 +86,7 @@ class Tokenizer:
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = textwrap.shorten(str(error), 200)
             raise InputError(
                 f"{self.folder}: its chat template fails: {reason}; run it without --chat"
             ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdconvert.errors import InputError
 from pdconvert.sources.base import Source, TensorInfo
 
 if TYPE_CHECKING:
@@ -20,8 +21,17 @@ def open_source(spec: SourceSpec) -> Source:
         spec: the source of a recipe.
 
     Raises:
-        InputError: the source is missing, incomplete, damaged, or already quantized.
+        InputError: the source is missing, unreadable, incomplete, damaged, or already quantized.
     """
+    try:
+        return _open(spec)
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or spec.kind}: cannot be read: {error.strerror or error}"
+        ) from error
+
+
+def _open(spec: SourceSpec) -> Source:
     if spec.random is not None:
         from pdconvert.sources.random import RandomSource
 

@@ -63,10 +63,8 @@ def refuse_quantized_tensors(label: str, tensors: Mapping[str, TensorInfo]) -> N
             scale or of packed values.
     """
     for name, info in tensors.items():
-        if info.dtype.startswith(("F8", "F4", "F6")):
-            _refuse_quantized(
-                label, "fp8" if info.dtype.startswith("F8") else info.dtype, f"{name} is {info.dtype}"
-            )
+        if info.dtype.startswith("F8"):
+            _refuse_quantized(label, "fp8", f"{name} is {info.dtype}")
         if name.endswith(_QUANTIZED_SUFFIXES) or any(part in name for part in _QUANTIZED_PARTS):
             _refuse_quantized(label, "by its tensors", f"it has {name}")
         if info.dtype not in FLOAT_DTYPES:

@@ -138,6 +138,10 @@ class GgufSource(Source):
                 for start, count in runs:
                     file.seek(tensor.offset + start * tensor.row_bytes)
                     raw += file.read(count * tensor.row_bytes)
+                if len(raw) != len(rows[first : first + step]) * tensor.row_bytes:
+                    raise InputError(
+                        f"{self.path}: the file became shorter while it was read; download it again"
+                    )
                 blocks = np.frombuffer(raw, dtype=np.uint8).reshape(1, -1)
                 values = dequantize(blocks, GGMLQuantizationType[tensor.type_name])
                 result[first : first + step] = values.reshape(-1, width)

@@ -66,7 +66,7 @@ def architecture_of(label: str, metadata: Mapping[str, Any]) -> tuple[str, Archi
     Raises:
         InputError: there is none, or it is not supported.
     """
-    name = metadata.get("general.architecture")
+    name = str(metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
         raise InputError(
             f"{label}: general.architecture {name!r} is not supported as GGUF ({', '.join(ARCHITECTURES)}); "
@@ -78,7 +78,7 @@ def architecture_of(label: str, metadata: Mapping[str, Any]) -> tuple[str, Archi
 def build_config(
     label: str,
     metadata: Mapping[str, Any],
-    tensor_names: Sequence[str],
+    tensors: Mapping[str, GgufTensor],
     rope_divisors: Sequence[float] | None,
 ) -> dict[str, Any]:
     """The config of a GGUF file.
@@ -106,6 +106,11 @@ def build_config(
     }
     for key, name in _PLAIN_KEYS.items():
         config[name] = _number(label, f"{prefix}.{key}", own.get(key))
+    if config["num_hidden_layers"] > len(tensors):
+        layers = config["num_hidden_layers"]
+        raise InputError(
+            f"{label}: {prefix}.block_count is {layers}, but the file has {len(tensors)} tensors"
+        )
     config["head_dim"] = _head_dim(label, prefix, own, config)
     if "token_embd.weight" not in tensors:
         raise InputError(f"{label}: no tensor token_embd.weight; the file is not a whole model")
@@ -148,9 +153,11 @@ def _check_known(label: str, prefix: str, own: Mapping[str, Any]) -> None:
 
 
 def _number(label: str, key: str, value: Any) -> int | float:
-    if type(value) not in (int, float):
+    """A positive number: a float only under the keys that hold one."""
+    kinds = (int, float) if key.endswith(("epsilon", "factor")) else (int,)
+    if type(value) not in kinds or not value > 0:
         shown = "absent" if value is None else f"{value!r:.60}"
-        raise InputError(f"{label}: {key}: {shown}; expected one number for all layers")
+        raise InputError(f"{label}: {key}: {shown}; expected one number for all layers, above 0")
     return _shortest(value) if isinstance(value, float) else value
 
 
@@ -214,7 +221,7 @@ def _llama3_scaling(label: str, divisors: Sequence[float], config: Mapping[str, 
     Raises:
         InputError: no known parameters give these divisors.
     """
-    factor = round(max(divisors), 6)
+    factor = float(f"{max(divisors):.5g}")
     for original in _LLAMA3_ORIGINAL_LENGTHS:
         expected = _llama3_divisors(factor, original, config["rope_theta"], config["head_dim"])
         if len(expected) == len(divisors) and all(

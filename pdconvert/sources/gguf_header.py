@@ -96,6 +96,8 @@ class _Cursor:
         if kind != _ARRAY:
             raise InputError(f"{self._path}: damaged: its header has a value of unknown type {kind}")
         element, count = self.number("I"), self.number("Q")
+        if element == _ARRAY:
+            raise InputError(f"{self._path}: its header has an array of arrays, which is not supported")
         if element in _SCALARS:
             width = struct.calcsize(f"<{_SCALARS[element]}")
             return list(struct.unpack(f"<{count}{_SCALARS[element]}", self.take(count * width)))
@@ -126,12 +128,13 @@ def read_header(path: Path) -> GgufHeader:
         for _ in range(pair_count):
             key = cursor.string()
             metadata[key] = cursor.value(cursor.number("I"))
-        if metadata.get("split.count", 0) > 1:
-            raise InputError(
-                f"{path}: one part of {metadata['split.count']}; join them with `llama-gguf-split --merge`"
-            )
+        parts = metadata.get("split.count", 0)
+        if parts not in (0, 1):
+            raise InputError(f"{path}: one part of {parts}; join them with `llama-gguf-split --merge`")
         entries = [_read_entry(cursor, path) for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise InputError(f"{path}: damaged: general.alignment is {alignment!r}")
         data_start = -(-cursor.position() // alignment) * alignment
     tensors = {
         name: _placed(path, size, name, shape, kind, data_start + at) for name, shape, kind, at in entries

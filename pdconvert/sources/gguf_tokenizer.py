@@ -32,6 +32,7 @@ _AS_TRANSFORMERS = frozenset(
 )
 """`tokenizer.ggml.pre` values that transformers splits as llama.cpp does."""
 
+_SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _LOCAL_KEYS = ("is_local", "local_files_only", "backend", "name_or_path")
 
 
@@ -63,24 +64,37 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], folder: Path) -> Non
     with _quiet():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
     tokenizer.save_pretrained(str(folder))
-    if metadata["tokenizer.ggml.model"] == "gpt2" and metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
-        _split_digits(folder / "tokenizer.json")
-    config_path = folder / "tokenizer_config.json"
-    config = {key: value for key, value in read_json(config_path).items() if key not in _LOCAL_KEYS}
-    write_json(config_path, {**config, "tokenizer_class": "PreTrainedTokenizerFast"})
+    tokens = metadata["tokenizer.ggml.tokens"]
+    splits_digits = (
+        metadata["tokenizer.ggml.model"] == "gpt2" and metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS
+    )
+    _correct_tokenizer(folder / "tokenizer.json", len(tokens), splits_digits)
+    _correct_config(folder / "tokenizer_config.json", set(tokens))
 
 
-def _split_digits(path: Path) -> None:
-    """Put the cutting of single digits before the byte-level split."""
+def _correct_tokenizer(path: Path, size: int, splits_digits: bool) -> None:
+    """Take out tokens that transformers adds above the file's own; put digits apart where the model does."""
     data = read_json(path)
-    data["pre_tokenizer"] = {
-        "type": "Sequence",
-        "pretokenizers": [
-            {"type": "Digits", "individual_digits": True},
-            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        ],
-    }
+    data["added_tokens"] = [token for token in data["added_tokens"] if token["id"] < size]
+    if splits_digits:
+        data["pre_tokenizer"] = {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Digits", "individual_digits": True},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+            ],
+        }
     path.write_text(json.dumps(data, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def _correct_config(path: Path, tokens: set[str]) -> None:
+    """Take out paths of this machine and special tokens that the file does not have."""
+    config = {
+        key: value
+        for key, value in read_json(path).items()
+        if key not in _LOCAL_KEYS and (key not in _SPECIAL_KEYS or value in tokens)
+    }
+    write_json(path, {**config, "tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 @contextmanager

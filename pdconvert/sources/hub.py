@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from pdconvert.errors import InputError
@@ -26,20 +27,20 @@ def open_hub(name: str, revision: str | None) -> HfDirSource:
         InputError: offline without a complete copy in the cache, no such model, or no access to it; or
             anything that `HfDirSource` refuses.
     """
-    cached = _cached(name, revision)
     problem = "it is not in the cache"
+    cached = _cached(name, revision)
     if cached is not None:
         try:
             return _opened(name, cached)
         except MissingFile as error:
-            problem = f"its copy in the cache is incomplete ({error})"
+            problem = f"its copy is incomplete ({error})"
     for weights in ("*.safetensors", "*.bin"):
         snapshot = _downloaded(name, revision, weights, problem)
-        if any(snapshot.glob(weights)):
+        try:
             return _opened(name, snapshot)
-    raise InputError(
-        f"hub:{name}: {problem}, and neither *.safetensors nor *.bin came from the hub. {_advice(name)}"
-    )
+        except MissingFile as error:
+            problem = f"its copy is incomplete ({error})"
+    raise InputError(f"hub:{name}: {problem}. {_advice(name)}")
 
 
 def _opened(name: str, snapshot: Path) -> HfDirSource:
@@ -78,7 +79,10 @@ def _downloaded(name: str, revision: str | None, weights: str, problem: str) -> 
     """The snapshot after a download of one kind of weights and what belongs to them."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.utils import disable_progress_bars
 
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     patterns = [*_COMPANIONS, weights]
     try:
         return Path(

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _WEIGHT = (0.0, 0.02)
 """Mean and standard deviation of matrices and biases, as most families initialise them."""
 
+_INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
+"""Matrices whose output is added to the residual stream."""
+
 _GAIN = (1.0, 0.1)
 """Mean and standard deviation of norm gains."""
 
@@ -31,6 +34,10 @@ _CHUNK_ELEMENTS = 1 << 20
 
 class RandomSource(Source):
     """Random weights: matrices and biases N(0, 0.02), norm gains N(1, 0.1).
+
+    Matrices that write into the residual stream are divided by √(2 · layers), as GPT-2 initialises them
+    (Radford et al. 2019): otherwise a deep random model amplifies any error more than a trained one does,
+    and its SQNR says nothing about the quantizer.
 
     Every run of rows has its own generator, seeded from (seed, tensor name, first row), so that the order
     of reading does not matter and rows can be read alone.
@@ -108,6 +115,8 @@ class RandomSource(Source):
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         is_gain = dimensions == 1 and name.endswith("weight")
         rows.normal_(*(_GAIN if is_gain else _WEIGHT), generator=generator)
+        if name.endswith(_INTO_RESIDUAL):
+            rows.div_(math.sqrt(2 * self.config.get("num_hidden_layers", 1)))
 
     def _checked_vocab_size(self) -> int:
         size = self.config.get("vocab_size")

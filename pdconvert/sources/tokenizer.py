@@ -35,7 +35,10 @@ def _fast_ids(path: Path) -> list[int]:
         ids = list(range(len(vocab)))
     else:
         raise InputError(f"{path}: not a tokenizer file: no model.vocab")
-    return ids + [token["id"] for token in data.get("added_tokens") or []]
+    ids += [token.get("id") for token in data.get("added_tokens") or [] if isinstance(token, Mapping)]
+    if not all(type(i) is int for i in ids):
+        raise InputError(f"{path}: not a tokenizer file: a token's id is not a whole number")
+    return ids
 
 
 def _slow_ids(folder: Path) -> Iterable[int]:
@@ -55,7 +58,8 @@ def _added_ids(folder: Path) -> list[int]:
     ids: list[int] = []
     config = folder / "tokenizer_config.json"
     if config.exists():
-        ids += [int(key) for key in read_json(config).get("added_tokens_decoder") or {} if key.isdecimal()]
+        decoder = read_json(config).get("added_tokens_decoder")
+        ids += [int(key) for key in decoder if key.isdecimal()] if isinstance(decoder, Mapping) else []
     added = folder / "added_tokens.json"
     if added.exists():
         ids += [value for value in read_json(added).values() if type(value) is int]

@@ -1,0 +1,194 @@
+"""Whole builds of a tiny model: every variant that a recipe can ask for, and what a build leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from pdconvert.checks import Check, verdict
+from pdconvert.errors import InputError
+from pdconvert.pipeline import build
+from pdconvert.recipe import load_recipe
+from pdconvert.verify import verify_build
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("PDCONVERT_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def tiny(*overrides: str):
+    return load_recipe("tiny", overrides=overrides)
+
+
+def digest(folder: Path) -> dict[str, bytes]:
+    """Contents by path, without what a build may not repeat: times and memory."""
+    contents = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            content = path.read_bytes()
+            if path.name in ("manifest.json", "report.json"):
+                data = json.loads(content)
+                data.pop("cost")
+                for step in data.get("steps", []):
+                    step.pop("seconds")
+                content = json.dumps(data).encode()
+            contents[str(path.relative_to(folder))] = content
+    return contents
+
+
+VARIANTS = [
+    (),
+    ("prefill.kv.rope=raw",),
+    ("prefill.outputs=logits",),
+    ("prefill.embedding=graph",),
+    ("prefill.target=iOS16",),
+    ("passes.quantize_weights.scheme=none",),
+    ("passes.eager_gqa_attention.heads=single",),
+    ("passes.safe_rms_norm.method=layer_norm", "prefill.outputs=logits", "prefill.kv.rope=raw"),
+]
+
+
+@pytest.mark.parametrize("overrides", VARIANTS, ids=lambda value: ",".join(value) or "default")
+def test_every_variant_builds_and_verifies(tmp_path, overrides):
+    result = build(tiny(*overrides), tmp_path / "out")
+    assert result.verdict == "pass", result.summary
+    report = verify_build(tmp_path / "out", executor="mil")
+    assert report["verdict"] == "pass"
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    outputs = {port["name"] for port in manifest["prefill"]["functions"]["prefill_128"]["outputs"]}
+    assert outputs == ({"k", "v", "logits"} if "prefill.outputs=logits" in overrides else {"k", "v"})
+    assert max(map(len, result.summary.splitlines())) <= 80
+
+
+def test_equal_inputs_give_equal_bytes_with_and_without_the_cache(tmp_path):
+    for name, use_cache in (("a", True), ("b", True), ("c", False)):
+        build(tiny(), tmp_path / name, use_cache=use_cache)
+    first = digest(tmp_path / "a")
+    assert first == digest(tmp_path / "b") == digest(tmp_path / "c")
+    assert not any(name.startswith(".") for name in first)
+
+
+def test_an_interrupted_build_resumes_and_leaves_nothing(tmp_path, monkeypatch):
+    from pdconvert import compile as compiling
+
+    original = compiling.Compiler._head
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiling.Compiler, "_head", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        build(tiny(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+    layers = []
+    layer = compiling.Compiler._layer
+    monkeypatch.setattr(compiling.Compiler, "_head", original)
+    monkeypatch.setattr(compiling.Compiler, "_layer", lambda *args: layers.append(args) or layer(*args))
+    assert build(tiny(), tmp_path / "out").verdict == "pass"
+    assert layers == [], "layers were compiled again"
+
+
+def test_a_changed_recipe_shares_nothing_that_it_changes(tmp_path):
+    build(tiny(), tmp_path / "w8")
+    build(tiny("passes.quantize_weights.scheme=none"), tmp_path / "fp16")
+    sizes = [sum(f.stat().st_size for f in (tmp_path / n / "decode").glob("*.safetensors")) for n in ("w8", "fp16")]
+    assert sizes[0] < 0.7 * sizes[1]
+
+
+def test_both_halves_hold_the_same_codes(tmp_path):
+    from pdconvert.executors.mil import Package
+
+    build(tiny(), tmp_path / "out")
+    package = Package.open(tmp_path / "out" / "prefill.mlpackage")
+    blob = (tmp_path / "out/prefill.mlpackage/Data/com.apple.CoreML/weights/weight.bin").read_bytes()
+    decode = load_file(tmp_path / "out" / "decode" / "model.safetensors")
+    words = decode["model.layers.0.mlp.gate_proj.weight"]
+    codes = (words.view(np.uint8).astype(np.int16) - 128).astype(np.int8)
+    assert codes.tobytes() in blob
+    scales = decode["model.layers.0.mlp.gate_proj.scales"][:, 0]
+    assert scales.tobytes() in blob
+    assert package.function_names == ("prefill_128",) or list(package.function_names) == ["prefill_128"]
+
+
+def test_a_tampered_package_fails_verification(tmp_path):
+    build(tiny(), tmp_path / "out")
+    weights = tmp_path / "out/prefill.mlpackage/Data/com.apple.CoreML/weights/weight.bin"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2 :] = os.urandom(len(content) - len(content) // 2)
+    weights.write_bytes(content)
+    try:
+        assert verify_build(tmp_path / "out", executor="mil")["verdict"] == "fail"
+    except InputError as error:
+        assert "weight.bin" in str(error)
+
+
+def test_a_failed_gate_keeps_the_files_and_says_where(tmp_path):
+    recipe = tiny("gates.fp16_db=90")
+    result = build(recipe, tmp_path / "out")
+    assert result.verdict == "fail"
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["verdict"] == "fail"
+    assert "failed: prefill_128, mil fp16: k worst layer" in result.summary
+    assert "lowest in layer" in result.summary
+
+
+def test_the_norm_matters_in_fp16(tmp_path):
+    """A residual stream above 256 overflows a squared norm; the row-maximum norm survives it."""
+    config = dict(tiny().source.random.config)
+    from pdconvert.sources import open_source
+
+    source = open_source(tiny().source)
+    folder = tmp_path / "loud"
+    folder.mkdir()
+    tensors = {name: source.read(name).numpy() for name in source.tensors()}
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * np.float32(40000)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    source.write_tokenizer(folder)
+    verdicts = {}
+    for name, passes in (("safe", 5), ("plain", 4)):
+        data = tiny().resolved()
+        data["source"] = {"path": str(folder)}
+        data["passes"] = [item for item in data["passes"] if passes == 5 or "safe_rms_norm" not in str(item)]
+        data["probe"] = {"eval_windows": 1}
+        data["gates"] = {"kld": 1.0, "reason": "random weights have no meaningful distribution"}
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(json.dumps(data))
+        checks = build(load_recipe(str(path)), tmp_path / name).summary
+        verdicts[name] = [line for line in checks.splitlines() if line.startswith("prefill_128, mil fp16")]
+    assert not any("FAIL" in line for line in verdicts["safe"])
+    assert any("FAIL" in line for line in verdicts["plain"])
+
+
+@pytest.mark.parametrize("moment", [0.5, 2.0, 3.5])
+def test_a_killed_build_never_looks_finished(tmp_path, moment):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "pdconvert", "build", "tiny", "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    time.sleep(moment)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.returncode == 0 or not out.exists()
+    assert subprocess.run(command, capture_output=True, check=False).returncode in (0, 2)
+    assert json.loads((out / "manifest.json").read_text())["verdict"] == "pass"
+
+
+def test_paths_with_spaces_and_other_letters(tmp_path):
+    out = tmp_path / "a b" / "ñ 模型" / "~x"
+    assert build(tiny(), out).verdict == "pass"
+    assert verify_build(out, executor="mil")["verdict"] == "pass"
+
+
+def test_the_verdict_is_strict():
+    assert verdict([]) == "fail"
+    assert verdict([Check("a", "sqnr_db", float("nan"), None)]) == "fail"
+    assert verdict([Check("a", "kld_nats", 0.2, 0.1, ceiling=True)]) == "fail"
+    assert verdict([Check("a", "sqnr_db", float("inf"), 60.0)]) == "pass"
