@@ -16,13 +16,17 @@ from pdconvert.program import Block
 SMALLEST_MAXIMUM = 2.0**-13
 """Rows below this maximum are scaled by it instead: eps / max² stays finite in fp16, zero rows stay zero."""
 
+LARGEST_ROOT = 128.0
+"""√eps / max is kept below it, whatever eps is, so that its square fits fp16 too."""
+
 
 class RowMaxRMSNorm(RMSNorm):
     """RMSNorm of x / max|x|, with eps / max|x|² so that eps keeps its meaning."""
 
     def forward(self, x: Tensor) -> Tensor:
         axis = self.channel_axis
-        peak = x.abs().amax(axis, keepdim=True).clamp_min(SMALLEST_MAXIMUM)
+        smallest = max(SMALLEST_MAXIMUM, math.sqrt(self.eps) / LARGEST_ROOT)
+        peak = x.abs().amax(axis, keepdim=True).clamp_min(smallest)
         scaled = x / peak
         root_eps = math.sqrt(self.eps) / peak
         mean_square = (scaled * scaled).mean(axis, keepdim=True) + root_eps * root_eps

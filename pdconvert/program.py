@@ -91,7 +91,8 @@ class Block:
         hidden = _pad(probe.hidden, size)
         if self.layout.channels_first:
             hidden = hidden.transpose(1, 2)[:, :, None, :]
-        with torch.no_grad():
+        # oneDNN reorders the weight of a 1x1 convolution at each call: 2 to 3 times slower than the plain product.
+        with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
             if isinstance(self.module, Head):
                 result = (self.module(hidden),)
             elif isinstance(self.module, KeysValuesLayer):

@@ -11,10 +11,10 @@ from torch import Tensor
 from pdconvert import families
 from pdconvert.blocks import DecoderLayer, Head
 from pdconvert.compile import unrotate
+from pdconvert.inventory import expected_tensors
 from pdconvert.program import Block, Probe
 from pdconvert.reference import Reference
 from pdconvert.sources.base import Source, TensorInfo
-from pdconvert.sources.random import RandomSource
 
 
 @dataclass
@@ -55,14 +55,15 @@ class MemorySource(Source):
 
 def random_source(config: Mapping[str, Any], seed: int = 0) -> MemorySource:
     """Seeded weights for every tensor of a config: matrices N(0, 1/inputs), gains N(1, 0.2), biases N(0, 0.3)."""
+    family = families.get(dict(config))
     generator = torch.Generator().manual_seed(seed)
     values = {}
-    for name, info in RandomSource(config, seed).tensors().items():
-        value = torch.randn(info.shape, generator=generator)
+    for name, shape in expected_tensors(family, family.read_config(dict(config))).items():
+        value = torch.randn(shape, generator=generator)
         if "embed_tokens" in name:
             values[name] = value
-        elif len(info.shape) == 2:
-            values[name] = value * info.shape[1] ** -0.5
+        elif len(shape) == 2:
+            values[name] = value * shape[1] ** -0.5
         else:
             values[name] = 1 + 0.2 * value if name.endswith("weight") else 0.3 * value
     return MemorySource(dict(config), values)

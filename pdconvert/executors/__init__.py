@@ -67,7 +67,9 @@ def open_executor(
         raise InputError(f"executor {kind!r} is not one of {', '.join(KINDS)}")
     is_mac = sys.platform == "darwin"
     if kind == "coreml" and not is_mac:
-        raise InputError(f"executor coreml: Core ML runs on macOS only, this is {sys.platform}; use --executor mil")
+        raise InputError(
+            f"executor coreml: Core ML runs on macOS only, this is {sys.platform}; use --executor mil"
+        )
     if kind == "coreml" or (kind == "auto" and is_mac):
         from pdconvert.executors.coreml import CoremlSession
 

@@ -15,7 +15,12 @@ from pdconvert.errors import InputError
 from pdconvert.executors.mil.package import FunctionInfo, Package
 from pdconvert.quiet import quiet_coremltools
 
-COMPUTE_UNITS = {"all": "ALL", "cpu_and_ne": "CPU_AND_NE", "cpu_and_gpu": "CPU_AND_GPU", "cpu_only": "CPU_ONLY"}
+COMPUTE_UNITS = {
+    "all": "ALL",
+    "cpu_and_ne": "CPU_AND_NE",
+    "cpu_and_gpu": "CPU_AND_GPU",
+    "cpu_only": "CPU_ONLY",
+}
 _NUMPY = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32, "int8": np.int8, "bool": np.bool_}
 
 
@@ -59,13 +64,17 @@ class CoremlSession:
                 function_name=self.function.name if several else None,
             )
         except RuntimeError as error:
-            raise InputError(f"{package}: Core ML cannot load function {self.function.name}: {error}") from error
+            raise InputError(
+                f"{package}: Core ML cannot load function {self.function.name}: {error}"
+            ) from error
 
     def make_state(self) -> Any:
         """Return Core ML's own state object, all zero."""
         return self._model.make_state()
 
-    def run(self, inputs: Mapping[str, np.ndarray | torch.Tensor], state: Any = None) -> dict[str, torch.Tensor]:
+    def run(
+        self, inputs: Mapping[str, np.ndarray | torch.Tensor], state: Any = None
+    ) -> dict[str, torch.Tensor]:
         """Run the function once.
 
         Args:
@@ -82,7 +91,9 @@ class CoremlSession:
         for name, value in inputs.items():
             info = self.function.inputs.get(name)
             if info is None:
-                raise InputError(f"there is no input {name!r}; the inputs are {', '.join(self.function.inputs)}")
+                raise InputError(
+                    f"there is no input {name!r}; the inputs are {', '.join(self.function.inputs)}"
+                )
             array = value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
             given[name] = array.astype(_NUMPY.get(info.dtype, array.dtype), copy=False)
         try:

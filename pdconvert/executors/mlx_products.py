@@ -48,14 +48,26 @@ def replace_products(model: nn.Module, keep_bytes: int) -> None:
     weights = [Weight(module) for _, module in modules]
     keep = 4 * sum(weight.outputs * weight.inputs for weight in weights) <= keep_bytes
     replaced = []
-    for (path, module), weight in zip(modules, weights, strict=True):
-        embedding = isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
-        new = ExactEmbedding(weight) if embedding else ExactLinear(weight, module.get("bias"))
-        _compare(path, module, new)
-        if keep:
-            weight.keep()
-        replaced.append((path, new))
+    with _one_thread():
+        for (path, module), weight in zip(modules, weights, strict=True):
+            embedding = isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
+            new = ExactEmbedding(weight) if embedding else ExactLinear(weight, module.get("bias"))
+            _compare(path, module, new)
+            if keep:
+                weight.keep()
+            replaced.append((path, new))
     model.update_modules(tree_unflatten(replaced))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch on one thread: products of one row are too small to gain from more, and lose when cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Weight:

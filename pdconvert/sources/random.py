@@ -25,6 +25,9 @@ _WEIGHT = (0.0, 0.02)
 _INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
 """Matrices whose output is added to the residual stream."""
 
+_EMBEDDING = (0.0, 1.0)
+"""Mean and standard deviation of token embeddings."""
+
 _GAIN = (1.0, 0.1)
 """Mean and standard deviation of norm gains."""
 
@@ -33,11 +36,11 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 class RandomSource(Source):
-    """Random weights: matrices and biases N(0, 0.02), norm gains N(1, 0.1).
+    """Random weights: embeddings N(0, 1), matrices and biases N(0, 0.02), norm gains N(1, 0.1).
 
     Matrices that write into the residual stream are divided by √(2 · layers), as GPT-2 initialises them
-    (Radford et al. 2019): otherwise a deep random model amplifies any error more than a trained one does,
-    and its SQNR says nothing about the quantizer.
+    (Radford et al. 2019). With that, and with unit embeddings, the stream keeps its token as a trained
+    one does; without, a deep random model amplifies any error and its SQNR says nothing about a quantizer.
 
     Every run of rows has its own generator, seeded from (seed, tensor name, first row), so that the order
     of reading does not matter and rows can be read alone.
@@ -114,7 +117,7 @@ class RandomSource(Source):
         digest = hashlib.sha256(f"{self.seed}/{name}/{first}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         is_gain = dimensions == 1 and name.endswith("weight")
-        rows.normal_(*(_GAIN if is_gain else _WEIGHT), generator=generator)
+        rows.normal_(*(_GAIN if is_gain else _EMBEDDING if "embed" in name else _WEIGHT), generator=generator)
         if name.endswith(_INTO_RESIDUAL):
             rows.div_(math.sqrt(2 * self.config.get("num_hidden_layers", 1)))
 

@@ -59,7 +59,9 @@ def write_llama(path: Path, model: LlamaForCausalLM, tokens: int) -> None:
 
     def conv(x: Any, linear: torch.nn.Linear) -> Any:
         codes, scale = quantize(linear.weight)
-        weight = mb.constexpr_blockwise_shift_scale(data=codes[:, :, None, None], scale=scale[:, :, None, None])
+        weight = mb.constexpr_blockwise_shift_scale(
+            data=codes[:, :, None, None], scale=scale[:, :, None, None]
+        )
         return mb.conv(x=x, weight=weight)
 
     def norm(x: Any, module: Any) -> Any:

@@ -23,7 +23,13 @@ from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry  # noqa: E
 
 TARGETS = {15: ct.target.iOS15, 16: ct.target.iOS16, 17: ct.target.iOS17, 18: ct.target.iOS18}
 _IO = {np.dtype(np.float16): types.fp16, np.dtype(np.float32): types.fp32, np.dtype(np.int32): types.int32}
-_HOLDS = {types.bool: "int32", types.int8: "int32", types.uint8: "int32", types.int16: "int32", types.uint16: "int32"}
+_HOLDS = {
+    types.bool: "int32",
+    types.int8: "int32",
+    types.uint8: "int32",
+    types.int16: "int32",
+    types.uint16: "int32",
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,9 @@ def _spec(op: str, version: int) -> Any:
 
 def _fits(op: str, version: int, case: Case) -> bool:
     known = _spec(op, version)
-    return case.since <= version <= case.until and all(name in known for name in (*case.tensors, *case.params))
+    return case.since <= version <= case.until and all(
+        name in known for name in (*case.tensors, *case.params)
+    )
 
 
 def _is_constant(spec: Any, case: Case, name: str) -> bool:
@@ -96,7 +104,9 @@ def inferred(op: str, version: int, case: Case) -> list[np.ndarray]:
     with Function({}, opset_version=TARGETS[version]):
         outputs = _build(op, version, case, lambda array: _constant(array.copy()))
     for output in outputs:
-        assert output.val is not None, f"coremltools infers no value of {op}; the case needs its own reference"
+        assert output.val is not None, (
+            f"coremltools infers no value of {op}; the case needs its own reference"
+        )
     return [np.asarray(output.val) for output in outputs]
 
 
@@ -146,7 +156,9 @@ def _as_input(array: np.ndarray, version: int) -> np.ndarray:
     return array if array.dtype in _IO else array.astype(np.int32)
 
 
-def _run_cases(folder: Path, op: str, version: int, cases: Sequence[Case]) -> dict[str, list[list[np.ndarray]]]:
+def _run_cases(
+    folder: Path, op: str, version: int, cases: Sequence[Case]
+) -> dict[str, list[list[np.ndarray]]]:
     """Run all cases in one program; returns outputs by mode, case and output."""
     inputs: dict[str, np.ndarray] = {}
     counts: list[int] = []
@@ -181,7 +193,8 @@ def _run_cases(folder: Path, op: str, version: int, cases: Sequence[Case]) -> di
     for mode in ("fp32", "fp16"):
         found = MilSession(package, mode=mode).run(inputs)
         results[mode] = [
-            [found[f"c{number}_{place}"].numpy() for place in range(count)] for number, count in enumerate(counts)
+            [found[f"c{number}_{place}"].numpy() for place in range(count)]
+            for number, count in enumerate(counts)
         ]
     return results
 

@@ -68,7 +68,9 @@ def check(builders: Builders, folder: Path, version: int = 18) -> None:
         outputs = {}
         for number, (build, expected) in enumerate(builders):
             weight = build()
-            wanted.append(np.asarray(weight.op.materialized_val_inference()) if expected is None else expected)
+            wanted.append(
+                np.asarray(weight.op.materialized_val_inference()) if expected is None else expected
+            )
             full = weight.dtype == types.fp32
             zero = variables["zero"] if full else mb.cast(x=variables["zero"], dtype="fp16")
             total = mb.add(x=weight, y=zero)
@@ -82,8 +84,12 @@ def check(builders: Builders, folder: Path, version: int = 18) -> None:
     for number, want in enumerate(wanted):
         name = f"w{number}"
         if want.dtype == np.float16:
-            np.testing.assert_allclose(exact[name], want.astype(np.float32), rtol=2e-3, atol=1e-3, err_msg=name)
-            np.testing.assert_allclose(rounded[name], want.astype(np.float32), rtol=1e-3, atol=1e-3, err_msg=name)
+            np.testing.assert_allclose(
+                exact[name], want.astype(np.float32), rtol=2e-3, atol=1e-3, err_msg=name
+            )
+            np.testing.assert_allclose(
+                rounded[name], want.astype(np.float32), rtol=1e-3, atol=1e-3, err_msg=name
+            )
             assert (rounded[name].half().float() == rounded[name]).all()
         else:
             np.testing.assert_allclose(exact[name], want, rtol=1e-6, err_msg=name)
@@ -150,7 +156,10 @@ def test_affine_dequantize(kind: str, version: int, tmp_path: Path) -> None:
     builders: list = []
     for axis, dtype, vector in product((0, 1, -1), (np.float16, np.float32), (False, True)):
         shape = (SHAPE[axis],) if vector else ()
-        scale, zero = scales(shape, dtype), codes(kind, (9,))[: SHAPE[axis]] if vector else codes(kind, (3,))[2]
+        scale, zero = (
+            scales(shape, dtype),
+            codes(kind, (9,))[: SHAPE[axis]] if vector else codes(kind, (3,))[2],
+        )
         given = {"quantized_data": codes(kind, SHAPE), "scale": scale, "zero_point": zero, "axis": axis}
         builders.append((partial(mb.constexpr_affine_dequantize, **given), None))
     check(builders, tmp_path, version)
@@ -169,7 +178,11 @@ def test_sparse_to_dense(tmp_path: Path) -> None:
 def test_sparse_to_dense_of_ios16(tmp_path: Path) -> None:
     bits = np.random.default_rng(0).random(15) < 0.4
     data = np.random.default_rng(1).standard_normal(int(bits.sum())).astype(np.float16)
-    given = {"nonzero_data": data, "mask": np.packbits(bits, bitorder="little"), "shape": np.array([3, 5], np.uint32)}
+    given = {
+        "nonzero_data": data,
+        "mask": np.packbits(bits, bitorder="little"),
+        "shape": np.array([3, 5], np.uint32),
+    }
     check([(partial(mb.constexpr_sparse_to_dense, **given), None)], tmp_path, version=16)
 
 
@@ -189,7 +202,9 @@ def test_lut_to_sparse(tmp_path: Path) -> None:
         extra = {} if vector[1] is None else {"vector_axis": vector[1]}
 
         def build(hits: Any = hits, data: Any = data, lut: Any = lut, extra: Any = extra) -> Any:
-            bits, values = mb.constexpr_lut_to_sparse(indices_mask=hits, indices_nonzero_data=data, lut=lut, **extra)
+            bits, values = mb.constexpr_lut_to_sparse(
+                indices_mask=hits, indices_nonzero_data=data, lut=lut, **extra
+            )
             return mb.constexpr_sparse_to_dense(nonzero_data=values, mask=bits)
 
         builders.append((build, None))
@@ -221,7 +236,9 @@ def test_a_table_of_integers_then_scales(tmp_path: Path) -> None:
     lut, scale = rng.integers(-127, 128, (1, 1, 16, 1)).astype(np.int8), scales((4, 1), np.float16)
 
     def build() -> Any:
-        return mb.constexpr_blockwise_shift_scale(data=mb.constexpr_lut_to_dense(indices=indices, lut=lut), scale=scale)
+        return mb.constexpr_blockwise_shift_scale(
+            data=mb.constexpr_lut_to_dense(indices=indices, lut=lut), scale=scale
+        )
 
     check([(build, lut.reshape(-1)[indices.astype(int)].astype(np.float16) * scale)], tmp_path)
 
@@ -295,7 +312,10 @@ def network() -> tuple[torch.nn.Module, Any]:
     x = torch.randn(1, 8, 4, 4, generator=torch.Generator().manual_seed(0))
     traced = torch.jit.trace(module, x)
     model = ct.convert(
-        traced, inputs=[ct.TensorType("x", x.shape)], minimum_deployment_target=ct.target.iOS18, skip_model_load=True
+        traced,
+        inputs=[ct.TensorType("x", x.shape)],
+        minimum_deployment_target=ct.target.iOS18,
+        skip_model_load=True,
     )
     return x, model
 
@@ -318,7 +338,9 @@ def test_what_ct_optimize_writes(name: str, network: tuple[torch.Tensor, Any], t
 
 
 def quantize() -> Iterator[Case]:
-    for kind, dtype, vector, zero in product(("int8", "uint8"), (np.float32, np.float16), (False, True), (False, True)):
+    for kind, dtype, vector, zero in product(
+        ("int8", "uint8"), (np.float32, np.float16), (False, True), (False, True)
+    ):
         x = (np.random.default_rng(0).standard_normal((3, 5)) * 5).astype(dtype)
         tensors: dict[str, Any] = {"input": x, "scale": scales((5,), dtype) if vector else dtype(0.05)}
         if zero:
@@ -334,8 +356,13 @@ def quantize() -> Iterator[Case]:
 
 
 def dequantize() -> Iterator[Case]:
-    for kind, dtype, vector, zero in product(("int8", "uint8"), (np.float32, np.float16), (False, True), (False, True)):
-        tensors: dict[str, Any] = {"input": codes(kind, (3, 5)), "scale": scales((5,), dtype) if vector else dtype(0.05)}
+    for kind, dtype, vector, zero in product(
+        ("int8", "uint8"), (np.float32, np.float16), (False, True), (False, True)
+    ):
+        tensors: dict[str, Any] = {
+            "input": codes(kind, (3, 5)),
+            "scale": scales((5,), dtype) if vector else dtype(0.05),
+        }
         if zero:
             tensors["zero_point"] = codes(kind, (5,)) if vector else codes(kind, (3,))[2]
 

@@ -11,7 +11,14 @@ from mil_programs import Case, check_op
 
 FLOATS = (np.float32, np.float16)
 SHAPES = ((), (7,), (2, 3), (1, 4, 1, 5), (2, 1, 3, 2, 2))
-PAIRS = (((), ()), ((3,), ()), ((2, 3), (3,)), ((2, 1, 4), (3, 1)), ((1, 2, 1, 3), (1, 2, 4, 3)), ((0, 3), (3,)))
+PAIRS = (
+    ((), ()),
+    ((3,), ()),
+    ((2, 3), (3,)),
+    ((2, 1, 4), (3, 1)),
+    ((1, 2, 1, 3), (1, 2, 4, 3)),
+    ((0, 3), (3,)),
+)
 EDGES = (0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 6.0, 6.5, 1e-7, -1e-7, 3.25, 10.0, -10.0)
 
 
@@ -31,7 +38,9 @@ def integers(seed: int, shape: tuple[int, ...], low: int = -9, high: int = 9) ->
     return np.random.default_rng(seed).integers(low, high + 1, shape).astype(np.int32)
 
 
-def unary(low: float = -10, high: float = 10, *, ints: bool = False, expected: Callable | None = None) -> Callable:
+def unary(
+    low: float = -10, high: float = 10, *, ints: bool = False, expected: Callable | None = None
+) -> Callable:
     """Cases of a unary op on values of [low, high]."""
 
     def cases() -> Iterator[Case]:
@@ -122,7 +131,11 @@ def select() -> Iterator[Case]:
     for seed, (one, two) in enumerate(PAIRS[1:-1]):
         rng = np.random.default_rng(seed)
         shape = np.broadcast_shapes(one, two)
-        for make in (lambda s, n: values(n, s, np.float32), lambda s, n: values(n, s, np.float16), lambda s, n: integers(n, s)):
+        for make in (
+            lambda s, n: values(n, s, np.float32),
+            lambda s, n: values(n, s, np.float16),
+            lambda s, n: integers(n, s),
+        ):
             yield Case(
                 {"cond": rng.random(shape) < 0.5, "a": make(shape, seed), "b": make(shape, seed + 9)},
                 expected=lambda cond, a, b: np.where(cond, a, b),

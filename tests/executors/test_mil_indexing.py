@@ -21,7 +21,9 @@ def windows(shape: tuple[int, ...], count: int, seed: int = 0) -> Iterator[dict[
     rng = np.random.default_rng(seed)
     made = 0
     while made < count:
-        params: dict[str, list] = {k: [] for k in ("begin", "end", "stride", "begin_mask", "end_mask", "squeeze_mask")}
+        params: dict[str, list] = {
+            k: [] for k in ("begin", "end", "stride", "begin_mask", "end_mask", "squeeze_mask")
+        }
         for size in shape:
             stride = int(rng.choice([1, 1, 2, 3, -1, -2]))
             begin, end = int(rng.integers(0, size)), int(rng.integers(0, size + 1))
@@ -113,7 +115,9 @@ def gather() -> Iterator[Case]:
     for axis, shape, dtype in product((-3, -2, -1, 0, 1, 2), ((3,), (2, 2)), DTYPES):
         indices = (numbered(shape, np.int32) * 3) % 4
         yield Case({"x": x.astype(dtype), "indices": indices}, {"axis": axis})
-        yield Case({"x": x.astype(dtype), "indices": indices}, {"axis": axis, "validate_indices": True}, since=17)
+        yield Case(
+            {"x": x.astype(dtype), "indices": indices}, {"axis": axis, "validate_indices": True}, since=17
+        )
         negative = indices - x.shape[axis]
         yield Case({"x": x.astype(dtype), "indices": negative}, {"axis": axis})
     for batch, axis in ((1, 1), (1, 2), (2, 2)):
@@ -144,7 +148,9 @@ def gather_nd() -> Iterator[Case]:
         yield Case({"x": x, "indices": indices}, {}, reference)
     for depth in (1, 2):
         x = numbered((2, 5, 6, 3))
-        indices = np.stack([rng.integers(0, size, (2, 4)) for size in x.shape[1 : 1 + depth]], -1).astype(np.int32)
+        indices = np.stack([rng.integers(0, size, (2, 4)) for size in x.shape[1 : 1 + depth]], -1).astype(
+            np.int32
+        )
 
         def batched(x: np.ndarray, indices: np.ndarray) -> np.ndarray:
             return np.stack([x[b][tuple(np.moveaxis(indices[b], -1, 0))] for b in range(len(x))])
@@ -179,7 +185,9 @@ def scatter() -> Iterator[Case]:
                 out[target] = MODES[mode](out[target], np.moveaxis(updates, axis, 0)[place])
             return np.moveaxis(out, 0, axis)
 
-        yield Case({"data": data, "indices": indices, "updates": updates}, {"axis": axis, "mode": mode}, reference)
+        yield Case(
+            {"data": data, "indices": indices, "updates": updates}, {"axis": axis, "mode": mode}, reference
+        )
 
 
 def scatter_along_axis() -> Iterator[Case]:
@@ -238,7 +246,9 @@ def test_op(op: str, tmp_path: Path) -> None:
     check_op(op, CASES[op](), tmp_path)
 
 
-@pytest.mark.parametrize(("index", "validate", "fails"), [(-1, False, False), (-1, True, True), (4, False, True)])
+@pytest.mark.parametrize(
+    ("index", "validate", "fails"), [(-1, False, False), (-1, True, True), (4, False, True)]
+)
 def test_an_index_out_of_range_is_an_error(index: int, validate: bool, fails: bool, tmp_path: Path) -> None:
     from mil_programs import mb
 
@@ -246,11 +256,15 @@ def test_an_index_out_of_range_is_an_error(index: int, validate: bool, fails: bo
     path = save_program(
         tmp_path / "gather.mlpackage",
         inputs,
-        lambda v: {"out": mb.gather(x=v["x"], indices=v["indices"], axis=0, validate_indices=validate, name="pick")},
+        lambda v: {
+            "out": mb.gather(x=v["x"], indices=v["indices"], axis=0, validate_indices=validate, name="pick")
+        },
     )
     session = MilSession(path)
     if fails:
-        with pytest.raises(InputError, match=r"op gather 'pick' \(number \d+ of function main\) failed: index"):
+        with pytest.raises(
+            InputError, match=r"op gather 'pick' \(number \d+ of function main\) failed: index"
+        ):
             session.run(inputs)
     else:
         np.testing.assert_array_equal(session.run(inputs)["out"].numpy(), inputs["x"][[index]])

@@ -86,7 +86,9 @@ POOLS = {"max": {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}, "avg": {1: 
 def pool(kind: str) -> Callable[[], Iterator[Case]]:
     def cases() -> Iterator[Case]:
         seed = 0
-        for spatial, stride, padding in product((1, 2, 3), (1, 2), ("valid", "same", "same_lower", "custom", "uneven")):
+        for spatial, stride, padding in product(
+            (1, 2, 3), (1, 2), ("valid", "same", "same_lower", "custom", "uneven")
+        ):
             for exclude, ceil in product((False, True), (False, True)):
                 seed += 1
                 kernel = [(2, 3)[(seed + axis) % 2] for axis in range(spatial)]
@@ -97,9 +99,14 @@ def pool(kind: str) -> Callable[[], Iterator[Case]]:
                     continue
                 widths = {"valid": [0, 0], "custom": [1, 1], "uneven": [0, 1]}.get(padding, []) * spatial
                 pairs = list(zip(widths[::2], widths[1::2], strict=True)) or [
-                    same_padding(s, k, stride, 1, padding == "same_lower") for s, k in zip(sizes, kernel, strict=True)
+                    same_padding(s, k, stride, 1, padding == "same_lower")
+                    for s, k in zip(sizes, kernel, strict=True)
                 ]
-                params: dict[str, Any] = {"kernel_sizes": kernel, "strides": [stride] * spatial, "ceil_mode": ceil}
+                params: dict[str, Any] = {
+                    "kernel_sizes": kernel,
+                    "strides": [stride] * spatial,
+                    "ceil_mode": ceil,
+                }
                 params["pad_type"] = "custom" if padding in ("custom", "uneven") else padding
                 if params["pad_type"] == "custom":
                     params["pad"] = widths
@@ -173,7 +180,9 @@ def resize_bilinear() -> Iterator[Case]:
     for mode, (height, width), dtype in product(SAMPLING, SIZES, FLOATS):
         params = {"target_size_height": height, "target_size_width": width, "sampling_mode": mode}
 
-        def reference(x: np.ndarray, height: int = height, width: int = width, mode: str = mode) -> np.ndarray:
+        def reference(
+            x: np.ndarray, height: int = height, width: int = width, mode: str = mode
+        ) -> np.ndarray:
             return _sampled(_sampled(x, x.ndim - 2, height, mode), x.ndim - 1, width, mode)
 
         yield Case({"x": normal(0, (2, 3, 4), dtype)}, params, reference)
@@ -182,13 +191,22 @@ def resize_bilinear() -> Iterator[Case]:
 
 def upsample_bilinear() -> Iterator[Case]:
     for factors, corners in product(((1, 1), (2, 3), (3, 2)), (False, True)):
-        params = {"scale_factor_height": factors[0], "scale_factor_width": factors[1], "align_corners": corners}
+        params = {
+            "scale_factor_height": factors[0],
+            "scale_factor_width": factors[1],
+            "align_corners": corners,
+        }
         reference = torch_reference(
             lambda x, f=factors, c=corners: F.interpolate(x, scale_factor=f, mode="bilinear", align_corners=c)
         )
         for dtype in FLOATS:
             yield Case({"x": normal(0, (1, 2, 3, 4), dtype)}, params, reference)
-    params = {"scale_factor_height": 2, "scale_factor_width": 2, "align_corners": False, "half_pixel_centers": False}
+    params = {
+        "scale_factor_height": 2,
+        "scale_factor_width": 2,
+        "align_corners": False,
+        "half_pixel_centers": False,
+    }
     plain = lambda x: _sampled(_sampled(x, 2, 6, "DEFAULT"), 3, 8, "DEFAULT")  # noqa: E731
     yield Case({"x": normal(0, (1, 2, 3, 4))}, params, plain, since=16)
 
@@ -200,7 +218,9 @@ def nearest(by_size: bool) -> Callable[[], Iterator[Case]]:
                 params = {"target_size_height": height, "target_size_width": width}
             else:
                 params = {"scale_factor_height": height // 3, "scale_factor_width": width // 4}
-            reference = torch_reference(lambda x, size=(height, width): F.interpolate(x, size=size, mode="nearest"))
+            reference = torch_reference(
+                lambda x, size=(height, width): F.interpolate(x, size=size, mode="nearest")
+            )
             yield Case({"x": normal(0, (1, 2, 3, 4), dtype)}, params, reference)
 
     return cases
@@ -215,7 +235,9 @@ def resize() -> Iterator[Case]:
         ) -> np.ndarray:
             return _sampled(_sampled(x, x.ndim - 2, height, mode), x.ndim - 1, width, mode)
 
-        yield Case({"x": normal(0, (1, 2, 3, 4)), "shape": np.array([height, width], np.int32)}, params, linear)
+        yield Case(
+            {"x": normal(0, (1, 2, 3, 4)), "shape": np.array([height, width], np.int32)}, params, linear
+        )
     for shape, size in (([1, 6, 0], (6, 4)), ([0, 0], (3, 4)), ([2, 9, 8], (9, 8))):
         params = {"resized_dims": np.uint32(2), "interpolation_mode": "NEAREST_NEIGHBOR"}
 
@@ -225,7 +247,9 @@ def resize() -> Iterator[Case]:
         yield Case({"x": normal(0, (1, 2, 3, 4)), "shape": np.array(shape, np.int32)}, params, closest)
 
 
-def _resample_params(dtype: type, sampling: str, padding: str, coordinates: str, corners: bool) -> dict[str, Any]:
+def _resample_params(
+    dtype: type, sampling: str, padding: str, coordinates: str, corners: bool
+) -> dict[str, Any]:
     return {
         "sampling_mode": sampling,
         "padding_mode": padding,
@@ -238,7 +262,9 @@ def _resample_params(dtype: type, sampling: str, padding: str, coordinates: str,
 def resample() -> Iterator[Case]:
     grid = np.random.default_rng(0).uniform(-1.4, 1.4, (2, 4, 5, 2)).astype(np.float32)
     torch_padding = {"constant": "zeros", "border": "border", "reflection": "reflection"}
-    for sampling, padding, corners, dtype in product(("bilinear", "nearest"), torch_padding, (False, True), FLOATS):
+    for sampling, padding, corners, dtype in product(
+        ("bilinear", "nearest"), torch_padding, (False, True), FLOATS
+    ):
         params = _resample_params(dtype, sampling, padding, "normalized_minus_one_to_one", corners)
 
         def reference(
@@ -246,12 +272,19 @@ def resample() -> Iterator[Case]:
         ) -> torch.Tensor:
             return F.grid_sample(x, coordinates, s, torch_padding[p], c)
 
-        yield Case({"x": normal(1, (2, 3, 6, 7), dtype), "coordinates": grid}, params, torch_reference(reference))
-    for mode, points in (("normalized_zero_to_one", (grid + 1) / 2), ("unnormalized", (grid + 1) / 2 * [6, 5])):
+        yield Case(
+            {"x": normal(1, (2, 3, 6, 7), dtype), "coordinates": grid}, params, torch_reference(reference)
+        )
+    for mode, points in (
+        ("normalized_zero_to_one", (grid + 1) / 2),
+        ("unnormalized", (grid + 1) / 2 * [6, 5]),
+    ):
         params = _resample_params(np.float32, "bilinear", "border", mode, True)
         wanted = lambda x, coordinates: F.grid_sample(x, torch.from_numpy(grid), "bilinear", "border", True)  # noqa: E731
         yield Case(
-            {"x": normal(1, (2, 3, 6, 7)), "coordinates": points.astype(np.float32)}, params, torch_reference(wanted)
+            {"x": normal(1, (2, 3, 6, 7)), "coordinates": points.astype(np.float32)},
+            params,
+            torch_reference(wanted),
         )
 
 
@@ -284,7 +317,12 @@ def rnn() -> Iterator[Case]:
         ) -> list[torch.Tensor]:  # fmt: skip
             layer = torch.nn.RNN(3, 4, nonlinearity=a)
             layer.load_state_dict(
-                {"weight_ih_l0": weight_ih, "weight_hh_l0": weight_hh, "bias_ih_l0": bias, "bias_hh_l0": 0 * bias}
+                {
+                    "weight_ih_l0": weight_ih,
+                    "weight_hh_l0": weight_hh,
+                    "bias_ih_l0": bias,
+                    "bias_hh_l0": 0 * bias,
+                }
             )
             out, last = layer(x.flip(0) if d == "reverse" else x, initial_h[None])
             steps = out if w else out[-1:]

@@ -46,7 +46,8 @@ def conv() -> Iterator[Case]:
                 "valid": [(0, 0)] * spatial,
                 "custom": list(zip(custom[::2], custom[1::2], strict=True)),
             }.get(kind) or [
-                same_padding(s, k, stride, dilation, kind == "same_lower") for s, k in zip(sizes, kernel, strict=True)
+                same_padding(s, k, stride, dilation, kind == "same_lower")
+                for s, k in zip(sizes, kernel, strict=True)
             ]
             params: dict[str, Any] = {
                 "strides": [stride] * spatial,
@@ -65,7 +66,10 @@ def conv() -> Iterator[Case]:
                 return CONV[x.dim() - 2](padded, weight, bias, stride, 0, dilation, groups)
 
             dtype = FLOATS[seed % 2]
-            tensors = {"x": normal(seed, (2, 4, *sizes), dtype), "weight": normal(seed + 1, (8, 4 // groups, *kernel), dtype)}
+            tensors = {
+                "x": normal(seed, (2, 4, *sizes), dtype),
+                "weight": normal(seed + 1, (8, 4 // groups, *kernel), dtype),
+            }
             if seed % 3:
                 tensors["bias"] = normal(seed + 2, (8,), dtype)
             since = 16 if kind == "same_lower" else 15
@@ -97,7 +101,11 @@ def conv_transpose() -> Iterator[Case]:
             sizes = [4 + axis for axis in range(spatial)]
             extra = stride - 1 if kind == "output_shape" else 0
             trim = 1 if kind != "valid" else 0
-            params: dict[str, Any] = {"strides": [stride] * spatial, "dilations": [dilation] * spatial, "groups": groups}
+            params: dict[str, Any] = {
+                "strides": [stride] * spatial,
+                "dilations": [dilation] * spatial,
+                "groups": groups,
+            }
             if kind != "valid":
                 params |= {"pad_type": "custom", "pad": [trim] * (2 * spatial)}
             full = [(s - 1) * stride + (k - 1) * dilation + 1 for s, k in zip(sizes, kernel, strict=True)]
@@ -114,7 +122,10 @@ def conv_transpose() -> Iterator[Case]:
             if extra >= max(stride, dilation):
                 continue
             dtype = FLOATS[seed % 2]
-            tensors = {"x": normal(seed, (2, 4, *sizes), dtype), "weight": normal(seed, (4, 6 // groups, *kernel), dtype)}
+            tensors = {
+                "x": normal(seed, (2, 4, *sizes), dtype),
+                "weight": normal(seed, (4, 6 // groups, *kernel), dtype),
+            }
             if seed % 3:
                 tensors["bias"] = normal(seed, (6,), dtype)
             yield Case(tensors, params, torch_reference(reference), constants=("weight", "bias"))  # fmt: skip
@@ -170,7 +181,11 @@ def matmul() -> Iterator[Case]:
 
 def einsum() -> Iterator[Case]:
     for seed, dtype in enumerate(FLOATS):
-        for one, two in (((2, 3, 4, 5), (2, 5, 4, 6)), ((1, 3, 4, 5), (2, 5, 4, 6)), ((2, 3, 4, 5), (2, 5, 1, 6))):
+        for one, two in (
+            ((2, 3, 4, 5), (2, 5, 4, 6)),
+            ((1, 3, 4, 5), (2, 5, 4, 6)),
+            ((2, 3, 4, 5), (2, 5, 1, 6)),
+        ):
             values = [normal(seed, one, dtype), normal(seed + 9, two, dtype)]
             for equation in ("nchw,nwhu->nchu", "abcd,adce->abce"):
                 left, right = equation.split("->")[0].split(",")
@@ -184,11 +199,17 @@ def einsum() -> Iterator[Case]:
 
                 yield Case({"values": values}, {"equation": equation}, reference)
         values = [normal(seed, (3, 4, 5), dtype), normal(seed + 9, (5, 4, 6), dtype)]
-        yield Case({"values": values}, {"equation": "chw,whr->chr"}, lambda values: np.einsum("chw,whr->chr", *values))
+        yield Case(
+            {"values": values},
+            {"equation": "chw,whr->chr"},
+            lambda values: np.einsum("chw,whr->chr", *values),
+        )
 
 
 def attention() -> Iterator[Case]:
-    for seed, (batch, dtype, mask) in enumerate(product(((2,), (1, 3), (2, 2, 2)), FLOATS, ("", "bool", "float", "broad"))):
+    for seed, (batch, dtype, mask) in enumerate(
+        product(((2,), (1, 3), (2, 2, 2)), FLOATS, ("", "bool", "float", "broad"))
+    ):
         tensors = {
             "query": normal(seed, (*batch, 4, 8), dtype),
             "key": normal(seed + 1, (*batch, 6, 8), dtype),
@@ -196,11 +217,15 @@ def attention() -> Iterator[Case]:
         }
         rng = np.random.default_rng(seed)
         if mask == "bool":
-            tensors["attn_mask"] = np.concatenate([np.ones((*batch, 4, 1), bool), rng.random((*batch, 4, 5)) < 0.5], -1)
+            tensors["attn_mask"] = np.concatenate(
+                [np.ones((*batch, 4, 1), bool), rng.random((*batch, 4, 5)) < 0.5], -1
+            )
         elif mask:
             tensors["attn_mask"] = normal(seed, (*batch, 4, 6) if mask == "float" else (1, 6), dtype)
 
-        def reference(query: np.ndarray, key: np.ndarray, value: np.ndarray, attn_mask: Any = None) -> np.ndarray:
+        def reference(
+            query: np.ndarray, key: np.ndarray, value: np.ndarray, attn_mask: Any = None
+        ) -> np.ndarray:
             parts = [torch.from_numpy(a) for a in (query, key, value)]
             held = None if attn_mask is None else torch.from_numpy(attn_mask)
             return F.scaled_dot_product_attention(*parts, held).numpy()

@@ -71,7 +71,9 @@ def topk() -> Iterator[Case]:
     for seed, shape in enumerate(SHAPES):
         for axis, ascending in product(range(-len(shape), len(shape)), (False, True)):
             for k, dtype in product(range(1, shape[axis] + 1), (*FLOATS, np.int32)):
-                yield Case({"x": distinct(seed, shape, dtype)}, {"k": k, "axis": axis, "ascending": ascending})
+                yield Case(
+                    {"x": distinct(seed, shape, dtype)}, {"k": k, "axis": axis, "ascending": ascending}
+                )
     for sort, indices in product((False, True), (False, True)):
         x = {"x": distinct(3, (3, 6), np.float32)}
         yield Case(x, {"k": 2, "axis": 1, "sort": sort, "return_indices": indices}, since=16)
@@ -92,7 +94,11 @@ def cumsum() -> Iterator[Case]:
     for seed, shape in enumerate(SHAPES):
         for axis, exclusive, reverse in product(range(-1, len(shape)), (False, True), (False, True)):
             params = {"axis": axis, "exclusive": exclusive, "reverse": reverse}
-            for x in (values(seed, shape, np.float32), values(seed, shape, np.float16), integers(seed, shape)):
+            for x in (
+                values(seed, shape, np.float32),
+                values(seed, shape, np.float16),
+                integers(seed, shape),
+            ):
                 yield Case({"x": x}, params, reference(axis, exclusive, reverse))
 
 

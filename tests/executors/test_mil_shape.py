@@ -38,7 +38,14 @@ def each(make: Callable[[tuple[int, ...]], Iterable[dict[str, Any]]], shapes: It
 
 def reshapes(shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     size = int(np.prod(shape))
-    for target in ((size,), (-1,), (1, size, 1), (2, -1), (size // 2, 2), (-1, 3) if size % 3 == 0 else (-1, 2)):
+    for target in (
+        (size,),
+        (-1,),
+        (1, size, 1),
+        (2, -1),
+        (size // 2, 2),
+        (-1, 3) if size % 3 == 0 else (-1, 2),
+    ):
         yield {"shape": target}
     for axis in range(len(shape)):
         yield {"shape": tuple(-1 if a == axis else 0 for a in range(len(shape)))}
@@ -119,7 +126,11 @@ def concat() -> Iterator[Case]:
             for dtype in (*FLOATS, np.int32):
                 other = list(shape)
                 other[axis] += 1
-                arrays = [numbered(shape, dtype), numbered(tuple(other), dtype) + dtype(50), numbered(shape, dtype)]
+                arrays = [
+                    numbered(shape, dtype),
+                    numbered(tuple(other), dtype) + dtype(50),
+                    numbered(shape, dtype),
+                ]
                 reference = lambda values, axis=axis: np.concatenate(values, axis)  # noqa: E731
                 yield Case({"values": arrays}, {"axis": axis}, reference)
                 yield Case({"values": arrays[:1]}, {"axis": axis}, reference)
@@ -186,7 +197,9 @@ def fill_like() -> Iterator[Case]:
 def range_1d() -> Iterator[Case]:
     for start, end, step in ((0, 5, 1), (2, 11, 3), (5, 0, -2), (-3, 4, 2)):
         for dtype in (*FLOATS, np.int32):
-            yield Case({"start": np.array(start, dtype), "end": np.array(end, dtype), "step": np.array(step, dtype)})
+            yield Case(
+                {"start": np.array(start, dtype), "end": np.array(end, dtype), "step": np.array(step, dtype)}
+            )
 
 
 def bands(shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
@@ -204,10 +217,16 @@ def band_part() -> Iterator[Case]:
 def one_hot() -> Iterator[Case]:
     for shape in ((4,), (2, 3)):
         for axis in range(-len(shape) - 1, len(shape) + 1):
-            for on, off in ((np.float32(1), np.float32(0)), (np.int32(5), np.int32(-1)), (np.float16(2), np.float16(0.5))):
+            for on, off in (
+                (np.float32(1), np.float32(0)),
+                (np.int32(5), np.int32(-1)),
+                (np.float16(2), np.float16(0.5)),
+            ):
                 indices = numbered(shape, np.int32) % 5
 
-                def reference(indices: np.ndarray, axis: int = axis, on: Any = on, off: Any = off) -> np.ndarray:
+                def reference(
+                    indices: np.ndarray, axis: int = axis, on: Any = on, off: Any = off
+                ) -> np.ndarray:
                     hit = np.eye(5, dtype=bool)[indices]
                     return np.where(np.moveaxis(hit, -1, axis), on, off)
 
@@ -253,20 +272,30 @@ def space_to_batch() -> Iterator[Case]:
     for rows, columns, pads in ((2, 2, [[0, 0], [0, 0]]), (2, 3, [[1, 1], [0, 2]]), (3, 1, [[0, 2], [1, 0]])):
         x = numbered((2, 3, 4, 4))
 
-        def reference(x: np.ndarray, rows: int = rows, columns: int = columns, pads: list = pads) -> np.ndarray:
+        def reference(
+            x: np.ndarray, rows: int = rows, columns: int = columns, pads: list = pads
+        ) -> np.ndarray:
             padded = np.pad(x, [(0, 0), (0, 0), *pads])
             n, c, h, w = padded.shape
             moved = _blocks(padded, rows, columns).transpose(3, 5, 0, 1, 2, 4)
             return moved.reshape(n * rows * columns, c, h // rows, w // columns)
 
-        yield Case({"x": x}, {"block_shape": [rows, columns], "paddings": np.array(pads, np.int32)}, reference)
+        yield Case(
+            {"x": x}, {"block_shape": [rows, columns], "paddings": np.array(pads, np.int32)}, reference
+        )
 
 
 def batch_to_space() -> Iterator[Case]:
-    for rows, columns, crops in ((2, 2, [[0, 0], [0, 0]]), (2, 3, [[1, 1], [0, 2]]), (3, 1, [[0, 2], [1, 0]])):
+    for rows, columns, crops in (
+        (2, 2, [[0, 0], [0, 0]]),
+        (2, 3, [[1, 1], [0, 2]]),
+        (3, 1, [[0, 2], [1, 0]]),
+    ):
         x = numbered((2 * rows * columns, 3, 4, 5))
 
-        def reference(x: np.ndarray, rows: int = rows, columns: int = columns, crops: list = crops) -> np.ndarray:
+        def reference(
+            x: np.ndarray, rows: int = rows, columns: int = columns, crops: list = crops
+        ) -> np.ndarray:
             n, c, h, w = x.shape
             moved = x.reshape(rows, columns, 2, c, h, w).transpose(2, 3, 4, 0, 5, 1)
             whole = moved.reshape(2, c, h * rows, w * columns)
@@ -293,7 +322,9 @@ def crop() -> Iterator[Case]:
             return x[..., rows[0] : x.shape[-2] - rows[1], columns[0] : x.shape[-1] - columns[1]]
 
         for dtype in FLOATS:
-            yield Case({"x": numbered((2, 3, 6, 5), dtype)}, {"crop_height": rows, "crop_width": columns}, reference)
+            yield Case(
+                {"x": numbered((2, 3, 6, 5), dtype)}, {"crop_height": rows, "crop_width": columns}, reference
+            )
 
 
 def identity() -> Iterator[Case]:

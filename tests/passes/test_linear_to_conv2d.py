@@ -36,7 +36,7 @@ class Nested(nn.Module):
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
-        make = dict(dtype=dtype)
+        make = {"dtype": dtype}
         self.one = nn.Linear(4, 6, **make)
         self.many = nn.ModuleList(
             [nn.Linear(6, 6, bias=False, **make), nn.Sequential(nn.Linear(6, 5, **make))]

@@ -58,7 +58,9 @@ class BlobFile:
             raise InputError(f"{path}: the weight file cannot be read ({error})") from error
         self.size_bytes = len(self._map)
         if self.size_bytes < _ALIGNMENT:
-            raise InputError(f"{path}: {self.size_bytes} bytes are too few for a weight file; it is truncated")
+            raise InputError(
+                f"{path}: {self.size_bytes} bytes are too few for a weight file; it is truncated"
+            )
         self.records, version = _HEADER.unpack_from(self._map, 0)
         if version != _VERSION:
             raise InputError(f"{path}: weight storage version {version}, only {_VERSION} is known")
@@ -81,14 +83,20 @@ class BlobFile:
     def raw(self, offset: int, dtype: MilType, shape: tuple[int, ...]) -> np.ndarray:
         """Return the bytes of a record as a uint8 view; checks as in `read`."""
         if offset % _ALIGNMENT or not 0 < offset <= self.size_bytes - _ALIGNMENT:
-            raise InputError(f"{self.path}: no weight record at offset {offset} of {self.size_bytes} bytes (truncated?)")
+            raise InputError(
+                f"{self.path}: no weight record at offset {offset} of {self.size_bytes} bytes (truncated?)"
+            )
         sentinel, number, size, start, _ = _METADATA.unpack_from(self._map, offset)
         if sentinel != _SENTINEL:
-            raise InputError(f"{self.path}: no weight record at offset {offset} (its marker is {sentinel:#010x})")
+            raise InputError(
+                f"{self.path}: no weight record at offset {offset} (its marker is {sentinel:#010x})"
+            )
         found = _BLOB_TYPES.get(number)
         if found is None or found is not dtype:
             held = found.name if found else f"type number {number}"
-            raise InputError(f"{self.path}: the record at offset {offset} holds {held}, the program expects {dtype.name}")
+            raise InputError(
+                f"{self.path}: the record at offset {offset} holds {held}, the program expects {dtype.name}"
+            )
         expected = packed_bytes(dtype, shape)
         if size != expected:
             raise InputError(

@@ -58,7 +58,12 @@ _BY_PROTO = {
     21: INT8, 22: INT16, 23: INT32, 24: INT64, 25: INT4,
     31: UINT8, 32: UINT16, 33: UINT32, 34: UINT64, 35: UINT4, 36: UINT2, 37: UINT1, 38: UINT6, 39: UINT3,
 }  # fmt: skip
-BY_NAME = {t.name: t for t in _BY_PROTO.values()} | {"int": INT32, "float": FP32, "double": FP64, "string": STRING}
+BY_NAME = {t.name: t for t in _BY_PROTO.values()} | {
+    "int": INT32,
+    "float": FP32,
+    "double": FP64,
+    "string": STRING,
+}
 
 
 def from_proto(number: int) -> MilType | None:

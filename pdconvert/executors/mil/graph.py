@@ -142,7 +142,11 @@ class PlanBuilder:
         self._states = set(info.states)
         for position, op in enumerate(block.operations):
             where = OpInfo(
-                self._function, position, op.type, tuple(o.name for o in op.outputs), tuple(_types(op, position))
+                self._function,
+                position,
+                op.type,
+                tuple(o.name for o in op.outputs),
+                tuple(_types(op, position)),
             )
             try:
                 self._add(op, where)
@@ -169,7 +173,11 @@ class PlanBuilder:
         return slot
 
     def _leaf(self, proto: Any) -> Leaf:
-        info = value_info(proto.type) if proto.type.WhichOneof("type") == "tensorType" else ValueInfo((), "string")
+        info = (
+            value_info(proto.type)
+            if proto.type.WhichOneof("type") == "tensorType"
+            else ValueInfo((), "string")
+        )
         held = read_value(proto, self._package.blobs)
         if isinstance(held, FileValue):
             held.blob.raw(held.offset, held.dtype, held.shape)  # a damaged file is found when it is opened
@@ -189,7 +197,9 @@ class PlanBuilder:
                 elif binding.name in self._named:
                     values.append(self._named[binding.name])
                 elif binding.name not in self._states:
-                    raise InputError(f"its input {name} is {binding.name!r}, which nothing before it computes")
+                    raise InputError(
+                        f"its input {name} is {binding.name!r}, which nothing before it computes"
+                    )
             found[name] = values
         for name, proto in op.attributes.items():
             if name != "name":
@@ -228,7 +238,9 @@ class PlanBuilder:
         if not dynamic and not _has_slot(args) and not where.op_type.startswith("random_"):
             self._fold(where, fn, args, params, rounds)
             return
-        slots = tuple([self._slot(v) for v in a] if isinstance(a, list) else _maybe(self._slot, a) for a in args)
+        slots = tuple(
+            [self._slot(v) for v in a] if isinstance(a, list) else _maybe(self._slot, a) for a in args
+        )
         into = partial(row.into, **params) if row.into is not None else fn
         self._append(Step(where, "op", fn, slots, tuple(dynamic), (), rounds, row=row, into=into))
 
@@ -294,7 +306,9 @@ class _Liveness:
         for slot in outputs.values():
             self._last[slot] = self._end
         # root of a slot: ("fresh", slot) | ("kept", slot) for inputs and constants | ("state", name)
-        self._root: dict[int, tuple[str, Any]] = {slot: ("kept", slot) for slot in (*inputs.values(), *statics)}
+        self._root: dict[int, tuple[str, Any]] = {
+            slot: ("kept", slot) for slot in (*inputs.values(), *statics)
+        }
         self._joined: dict[tuple[str, Any], tuple[str, Any]] = {}
         self._live_until: dict[tuple[str, Any], int] = {}
 
@@ -346,7 +360,11 @@ class _Liveness:
 
     def _may_write(self, index: int, step: Step, place: int) -> bool:
         slot, out = step.args[place], step.outs[0]
-        if not isinstance(slot, int) or self._infos[slot] != self._infos[out] or not self._infos[slot].is_static:
+        if (
+            not isinstance(slot, int)
+            or self._infos[slot] != self._infos[out]
+            or not self._infos[slot].is_static
+        ):
             return False
         root = self._root_of(slot)
         if root[0] == "kept" or self._live_until.get(root, -1) > index:

@@ -74,7 +74,9 @@ class Package:
             raise InputError(f"{model_file}: not a Core ML model, or damaged ({error})") from error
         kind = spec.WhichOneof("Type")
         if kind != "mlProgram":
-            raise InputError(f"{model_file}: holds {kind or 'no model'}; only ML programs (iOS 15 and later) can be run")
+            raise InputError(
+                f"{model_file}: holds {kind or 'no model'}; only ML programs (iOS 15 and later) can be run"
+            )
         if not MIN_SPEC_VERSION <= spec.specificationVersion <= MAX_SPEC_VERSION:
             raise InputError(
                 f"{model_file}: specification version {spec.specificationVersion} is outside"
@@ -116,7 +118,9 @@ class Package:
             raise InputError(f"{self.path}: no function {name!r}; it has {', '.join(self.function_names)}")
         function = program.functions[name]
         if function.opset not in function.block_specializations:
-            raise InputError(f"{self._model_file}: function {name} has no operations for its opset {function.opset!r}")
+            raise InputError(
+                f"{self._model_file}: function {name} has no operations for its opset {function.opset!r}"
+            )
         return function.block_specializations[function.opset]
 
     @cached_property
@@ -139,7 +143,9 @@ class Package:
             elif output in inputs:
                 outputs[output] = inputs[output]
             else:
-                raise InputError(f"{self._model_file}: output {output!r} of function {name} is never computed")
+                raise InputError(
+                    f"{self._model_file}: output {output!r} of function {name} is never computed"
+                )
         return FunctionInfo(name, inputs, outputs, states)
 
 

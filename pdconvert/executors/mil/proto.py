@@ -20,7 +20,9 @@ def _load(name: str) -> ModuleType:
     if _ALIAS not in sys.modules:
         found = importlib.util.find_spec("coremltools")
         if found is None or not found.submodule_search_locations:
-            raise ImportError("coremltools is not installed; pdconvert reads packages with its protobuf classes")
+            raise ImportError(
+                "coremltools is not installed; pdconvert reads packages with its protobuf classes"
+            )
         alias = ModuleType(_ALIAS)
         alias.__path__ = [str(Path(found.submodule_search_locations[0]) / "proto")]
         sys.modules[_ALIAS] = alias

@@ -175,7 +175,9 @@ class MilSession:
                 f" ({', '.join(self.function.states)}); pass state=session.make_state()"
             )
         if set(state) != set(self.function.states):
-            raise InputError(f"{self.package.path}: function {self.function.name} has states {list(self.function.states)}")
+            raise InputError(
+                f"{self.package.path}: function {self.function.name} has states {list(self.function.states)}"
+            )
         return state
 
     def _bind(self, inputs: Mapping[str, Any], registers: list[Any]) -> None:

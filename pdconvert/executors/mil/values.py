@@ -76,7 +76,9 @@ def tensor_type(proto: Any) -> tuple[MilType, tuple[int, ...]] | None:
     dtype = dtypes.from_proto(tensor.dataType)
     if dtype is None:
         raise InputError(f"element type number {tensor.dataType} (an 8-bit float?) cannot be run")
-    shape = tuple(d.constant.size if d.WhichOneof("dimension") == "constant" else RUN_TIME for d in tensor.dimensions)
+    shape = tuple(
+        d.constant.size if d.WhichOneof("dimension") == "constant" else RUN_TIME for d in tensor.dimensions
+    )
     return dtype, shape
 
 
@@ -132,7 +134,9 @@ def read_value(proto: Any, blobs: Mapping[str, BlobFile]) -> "FileValue | np.nda
             raise InputError(f"a constant of type {dtype.name} {list(shape)} has {raw.size} bytes")
         array = unpack_bits(raw, dtype, shape) if dtype.bits < 8 else raw.copy().view(dtype.numpy)
     else:
-        array = np.asarray(held, dtype=np.float64 if field in ("floats", "doubles") else np.int64).astype(dtype.numpy)
+        array = np.asarray(held, dtype=np.float64 if field in ("floats", "doubles") else np.int64).astype(
+            dtype.numpy
+        )
     count = int(np.prod(shape, dtype=np.int64))
     if array.size != count:
         raise InputError(f"a constant of type {dtype.name} {list(shape)} has {array.size} elements")

@@ -37,7 +37,9 @@ STATE_OPS = frozenset({"read_state", "write_state", "coreml_update_state"})
 """Ops that the session itself runs, since they touch buffers that outlive a call."""
 
 _LISTS = "lists of tensors are not run; convert the model with tensors of a fixed shape instead"
-_RANDOM = "its result is random on a device too, so there is nothing to compare; pass the numbers in as an input"
+_RANDOM = (
+    "its result is random on a device too, so there is nothing to compare; pass the numbers in as an input"
+)
 
 REFUSED: dict[str, str] = {
     "cond": "a branch depends on run-time values; convert the model with the branch decided",

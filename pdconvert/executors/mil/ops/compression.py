@@ -56,7 +56,9 @@ def _along(vector: Tensor, rank: int, axis: int | None) -> Tensor:
     return vector.to(torch.float32).reshape(sizes)
 
 
-def constexpr_affine_dequantize(quantized_data: Tensor, zero_point: Tensor, scale: Tensor, *, axis: int = 0) -> Tensor:
+def constexpr_affine_dequantize(
+    quantized_data: Tensor, zero_point: Tensor, scale: Tensor, *, axis: int = 0
+) -> Tensor:
     """scale * (quantized_data - zero_point); both scalars, or vectors along `axis`."""
     rank = quantized_data.dim()
     values = quantized_data.to(torch.float32)
@@ -103,7 +105,9 @@ def constexpr_lut_to_dense(
     return tables[index].movedim(-1, axis + 1).reshape(sizes)
 
 
-def constexpr_sparse_to_dense(nonzero_data: Tensor, mask: Tensor, *, shape: Sequence[int] | None = None) -> Tensor:
+def constexpr_sparse_to_dense(
+    nonzero_data: Tensor, mask: Tensor, *, shape: Sequence[int] | None = None
+) -> Tensor:
     """Spread values over the set bits of a mask, zero elsewhere.
 
     Args:
@@ -146,7 +150,12 @@ _RANGE = {"int8": (-128, 127), "uint8": (0, 255)}
 
 
 def quantize(
-    input: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, output_dtype: str, axis: int | None = None
+    input: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    *,
+    output_dtype: str,
+    axis: int | None = None,
 ) -> Tensor:
     """clamp(round(input / scale) + zero_point) as int8 or uint8; half rounds to even."""
     values = torch.round(input / _along(scale, input.dim(), axis))

@@ -24,7 +24,13 @@ def _bounds(
 
 
 def _window(
-    x: Tensor, begin: Ints, end: Ints, stride: Ints | None, begin_mask: Mask, end_mask: Mask, squeeze_mask: Mask
+    x: Tensor,
+    begin: Ints,
+    end: Ints,
+    stride: Ints | None,
+    begin_mask: Mask,
+    end_mask: Mask,
+    squeeze_mask: Mask,
 ) -> tuple[Tensor, list[int], list[int]]:
     """Return a view of the slice, the axes that run backwards in it, and the axes to squeeze."""
     reversed_axes, squeezed = [], []
@@ -178,7 +184,9 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,
     "mul": torch.mul,
-    "div": lambda old, new: torch.div(old, new, rounding_mode=None if old.dtype.is_floating_point else "trunc"),
+    "div": lambda old, new: torch.div(
+        old, new, rounding_mode=None if old.dtype.is_floating_point else "trunc"
+    ),
     "max": torch.maximum,
     "min": torch.minimum,
 }

@@ -78,7 +78,9 @@ def einsum(values: Sequence[Tensor], *, equation: str) -> Tensor:
     return torch.einsum(f"{left},{right}->{output}", *expanded)
 
 
-def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
+) -> Tensor:
     """softmax(query @ key^T / sqrt(E) + mask) @ value; a boolean mask keeps the keys that are True."""
     scores = torch.matmul(query, key.transpose(-1, -2)) / math.sqrt(query.shape[-1])
     if attn_mask is not None:
@@ -133,7 +135,12 @@ def conv(
     spatial = x.dim() - 2
     kernel = weight.shape[2:]
     steps = list(strides) if strides else [1] * spatial
-    if groups == 1 and max(kernel) == 1 and max(steps) == 1 and (pad_type != "custom" or not pad or not any(pad)):
+    if (
+        groups == 1
+        and max(kernel) == 1
+        and max(steps) == 1
+        and (pad_type != "custom" or not pad or not any(pad))
+    ):
         return _pointwise(x, weight, bias)
     spacing = list(dilations) if dilations else [1] * spatial
     pairs = conv_padding(pad_type, x.shape[2:], kernel, steps, spacing, pad)

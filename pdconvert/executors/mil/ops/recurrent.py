@@ -102,7 +102,9 @@ def lstm(
         Hidden states (s or 1, b, directions * H), the last one and the last cell state.
     """
     if peephole is not None or peephole_back is not None or clip is not None:
-        raise ValueError("lstm with peephole weights or clipping cannot be run: MIL does not give their formula")
+        raise ValueError(
+            "lstm with peephole weights or clipping cannot be run: MIL does not give their formula"
+        )
     acts = (_activation(recurrent_activation), _activation(cell_activation), _activation(activation))
     if direction != "bidirectional":
         return _lstm_pass(

@@ -32,12 +32,16 @@ def _prod(x: Tensor, dims: list[int], keep: bool) -> Tensor:
     return x
 
 
-def reduce_argmax(x: Tensor, *, axis: int = -1, keep_dims: bool = False, output_dtype: str = "int32") -> Tensor:
+def reduce_argmax(
+    x: Tensor, *, axis: int = -1, keep_dims: bool = False, output_dtype: str = "int32"
+) -> Tensor:
     """Index of the first maximum along `axis`."""
     return torch.argmax(x, axis, keepdim=keep_dims).to(getattr(torch, dtypes.BY_NAME[output_dtype].torch))
 
 
-def reduce_argmin(x: Tensor, *, axis: int = -1, keep_dims: bool = False, output_dtype: str = "int32") -> Tensor:
+def reduce_argmin(
+    x: Tensor, *, axis: int = -1, keep_dims: bool = False, output_dtype: str = "int32"
+) -> Tensor:
     """Index of the first minimum along `axis`."""
     return torch.argmin(x, axis, keepdim=keep_dims).to(getattr(torch, dtypes.BY_NAME[output_dtype].torch))
 

@@ -20,7 +20,9 @@ def _grid(size_in: int, size_out: int, mode: str) -> Tensor:
     steps = torch.arange(size_out, dtype=torch.float64)
     if mode in ("STRICT_ALIGN_CORNERS", "ALIGN_CORNERS"):
         if size_out == 1:
-            points = torch.full((1,), (size_in - 1) / 2 if mode == "ALIGN_CORNERS" else 0.0, dtype=torch.float64)
+            points = torch.full(
+                (1,), (size_in - 1) / 2 if mode == "ALIGN_CORNERS" else 0.0, dtype=torch.float64
+            )
         else:
             points = steps * ((size_in - 1) / (size_out - 1))
     elif mode == "DEFAULT":
@@ -117,14 +119,18 @@ def resize(
         elif sampling_mode == "DEFAULT":
             x = _nearest(x, axis, size)
         else:
-            raise ValueError(f"nearest neighbour with sampling mode {sampling_mode}: MIL does not say how it rounds")
+            raise ValueError(
+                f"nearest neighbour with sampling mode {sampling_mode}: MIL does not say how it rounds"
+            )
     return x
 
 
 _PADDING = {"constant": "zeros", "border": "border", "reflection": "reflection"}
 
 
-def _sample(x: Tensor, coordinates: Tensor, mode: str, padding: str, value: float, align_corners: bool) -> Tensor:
+def _sample(
+    x: Tensor, coordinates: Tensor, mode: str, padding: str, value: float, align_corners: bool
+) -> Tensor:
     """Sample x (N, C, H, W) at coordinates (N, H2, W2, 2), normalized to -1..1."""
     if padding not in _PADDING:
         raise ValueError(f"padding mode {padding!r} cannot be run")

@@ -1,0 +1,124 @@
+"""SmolLM2-135M-Instruct, whole: what issue after issue promises for a real model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdconvert.pipeline import build
+from pdconvert.recipe import load_recipe
+from pdconvert.verify import verify_build
+
+pytestmark = pytest.mark.real_model
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def use_cache(cache, monkeypatch):
+    monkeypatch.setenv("PDCONVERT_CACHE", str(cache))
+
+
+@pytest.fixture(scope="session")
+def w8(tmp_path_factory, cache):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PDCONVERT_CACHE", str(cache))
+        folder = tmp_path_factory.mktemp("w8") / "smollm2-135m"
+        return folder, build(load_recipe("smollm2-135m"), folder)
+
+
+def checks_of(folder: Path) -> dict[str, dict]:
+    return {check["name"]: check for check in json.loads((folder / "report/report.json").read_text())["checks"]}
+
+
+def test_w8_passes_its_gates(w8):
+    folder, result = w8
+    assert result.verdict == "pass", result.summary
+    checks = checks_of(folder)
+    assert checks["pair: KLD, upper 95 %"]["floor"] == 0.01
+    assert checks["pair: top-1"]["floor"] == 0.93
+    assert verify_build(folder, executor="mil")["verdict"] == "pass"
+
+
+def test_w8_answers_paris_on_the_command_line(w8):
+    command = [sys.executable, "-m", "pdconvert", "run", str(w8[0]), "--prompt", "The capital of France is"]
+    result = subprocess.run([*command, "--max-tokens", "8", "--json"], capture_output=True, check=True, text=True)
+    answer = json.loads(result.stdout)
+    assert "Paris" in answer["text"]
+    assert answer["executors"]["prefill"]["executor"] in ("mil", "coreml")
+
+
+def test_stock_mlx_lm_generates_the_same_text(w8):
+    from mlx_lm import generate, load
+
+    from pdconvert.runtime.run import run_build
+
+    model, tokenizer = load(str(w8[0] / "decode"))
+    model.set_dtype(__import__("mlx.core").core.float32)
+    prompt = "The capital of France is"
+    stock = generate(model, tokenizer, prompt=tokenizer.encode(prompt), max_tokens=12)
+    ours = run_build(w8[0], prompt, max_tokens=12)
+    assert ours.text == stock
+
+
+def test_the_package_opens_and_holds_only_what_the_engine_takes(w8):
+    from pdconvert.executors.mil.proto import model_pb2
+    from pdconvert.quiet import quiet_coremltools
+
+    package = w8[0] / "prefill.mlpackage"
+    quiet_coremltools().models.MLModel(str(package), skip_model_load=True)
+    model = model_pb2().Model() if callable(model_pb2) else model_pb2.Model()
+    model.ParseFromString((package / "Data/com.apple.CoreML/model.mlmodel").read_bytes())
+    block = next(iter(model.mlProgram.functions["prefill_128"].block_specializations.values()))
+    kinds = {operation.type for operation in block.operations}
+    assert not kinds & {"linear", "gather", "tile", "scaled_dot_product_attention"}
+    fp32 = [
+        output.name
+        for operation in block.operations
+        for output in operation.outputs
+        if output.type.tensorType.dataType == 11 and operation.type != "const"
+    ]
+    assert fp32 == []
+
+
+@pytest.mark.parametrize("form", ["rotated", "raw"])
+def test_fp16_weights_give_the_tokens_of_hugging_face(tmp_path, form):
+    recipe = load_recipe("smollm2-135m-fp16", overrides=[f"prefill.kv.rope={form}"])
+    result = build(recipe, tmp_path / "out")
+    assert result.verdict == "pass", result.summary
+    tokens = next(check for name, check in checks_of(tmp_path / "out").items() if name.startswith("pair: greedy"))
+    assert tokens["value"] == 1.0 and tokens["floor"] == 1.0
+
+
+def test_without_the_safe_norm_the_fp16_gate_fails(tmp_path):
+    data = load_recipe("smollm2-135m").resolved()
+    data["passes"] = [item for item in data["passes"] if "safe_rms_norm" not in str(item)]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(data))
+    result = build(load_recipe(str(path)), tmp_path / "out")
+    assert result.verdict == "fail"
+    failed = [name for name, check in checks_of(tmp_path / "out").items() if not check["passed"]]
+    assert any(name.startswith("prefill_128, mil fp16") for name in failed)
+    assert not any(name.startswith("prefill_128, mil fp32") for name in failed)
+
+
+def test_every_linear_of_hugging_face_becomes_an_equal_conv2d():
+    from torch import nn
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from passes.linear_to_conv2d import convert
+
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=100))
+    converted = dict(convert(model).named_modules())
+    linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    assert len(linears) == 15
+    for name, linear in linears.items():
+        conv = converted[name]
+        assert type(conv) is nn.Conv2d and conv.kernel_size == (1, 1)
+        assert np.array_equal(conv.weight.detach().numpy()[:, :, 0, 0], linear.weight.detach().numpy())
