@@ -6,8 +6,8 @@
 #   make lint       ruff (lint and format) and mypy
 #   make clean      remove the builds and caches; the virtual environment stays
 #
-# PIP_ARGS is passed to every pip call. On Linux without a GPU, the CPU build of torch is the small one:
-#   make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# PIP_ARGS is passed to every pip call, for instance to name an index with the CPU build of torch, which is
+# much smaller on Linux than the default one.
 
 SHELL := bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)

@@ -1,10 +1,13 @@
 """Small checkpoints in memory, with weights large enough that attention is far from uniform."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -111,3 +114,25 @@ def expected_outputs(reference: Reference, block: Block, probe: Probe) -> dict[s
     factor = reference.spec.rope.attention_factor
     keys = unrotate(cache.keys, probe, factor) if block.layout.raw_keys else cache.keys
     return {"hidden": hidden, "k": keys, "v": cache.values}
+
+
+def mlx_logits(config: dict[str, Any], tensors: dict[str, torch.Tensor], ids: list[int]) -> torch.Tensor:
+    """What mlx-lm computes in float32 from a decode config as it comes back from JSON."""
+    import mlx.core as mx
+    from mlx_lm.utils import _get_classes
+
+    config = json.loads(json.dumps(config))
+    model_class, arguments = _get_classes(config)
+    with mx.stream(mx.cpu):
+        model = model_class(arguments.from_dict(config))
+        model.load_weights([(name, mx.array(value.numpy())) for name, value in tensors.items()], strict=True)
+        return torch.from_numpy(np.array(model(mx.array([ids]))[0].astype(mx.float32)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from more threads, and on a busy machine lose much."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -4,10 +4,17 @@ import json
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from checkpoints import expected_outputs, head_block, layer_block, probe_of, random_source, reference_of
+from checkpoints import (
+    expected_outputs,
+    head_block,
+    layer_block,
+    mlx_logits,
+    probe_of,
+    random_source,
+    reference_of,
+)
 
 import passes
 from pdconvert import families
@@ -106,19 +113,6 @@ def test_the_decode_config_makes_mlx_compute_the_same(family: ModuleType) -> Non
     config, tensors, expected = whole_model(family)
     logits = mlx_logits(family.decode_config(config, family.read_config(config)), tensors, tokens().tolist())
     assert worst_db({"logits": expected}, {"logits": logits}) > 100
-
-
-def mlx_logits(config: dict[str, Any], tensors: dict[str, torch.Tensor], ids: list[int]) -> torch.Tensor:
-    """What mlx-lm computes in float32 from a decode config as it comes back from JSON."""
-    import mlx.core as mx
-    from mlx_lm.utils import _get_classes
-
-    config = json.loads(json.dumps(config))
-    model_class, arguments = _get_classes(config)
-    with mx.stream(mx.cpu):
-        model = model_class(arguments.from_dict(config))
-        model.load_weights([(name, mx.array(value.numpy())) for name, value in tensors.items()], strict=True)
-        return torch.from_numpy(np.array(model(mx.array([ids]))[0].astype(mx.float32)))
 
 
 UNKNOWN = {

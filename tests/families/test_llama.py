@@ -3,7 +3,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import expected_outputs, head_block, layer_block, probe_of, random_source, reference_of
+from checkpoints import (
+    expected_outputs,
+    head_block,
+    layer_block,
+    mlx_logits,
+    probe_of,
+    random_source,
+    reference_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,7 +76,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     return config if explicit is None else {**config, "head_dim": head_dim}
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 @given(config=configs(), seed=st.integers(0, 100), raw_keys=st.booleans(), tokens=st.integers(1, 12))
 def test_blocks_of_any_llama_equal_hugging_face(
     config: dict[str, Any], seed: int, raw_keys: bool, tokens: int
@@ -87,8 +95,6 @@ def test_blocks_of_any_llama_equal_hugging_face(
 @pytest.mark.parametrize("rope", list(ROPES))
 def test_mlx_turns_keys_as_hugging_face_does(rope: str) -> None:
     """With biases everywhere, over more positions than the RoPE's original length."""
-    from test_families import mlx_logits
-
     extra = {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True}
     config = {**llama.TINY, **extra, **deepcopy(ROPES[rope])}
     source = random_source(config)

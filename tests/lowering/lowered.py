@@ -1,4 +1,178 @@
-"""Lower a checkpoint in memory to a package, without the pipeline around it."""
+"""Lower a checkpoint in memory to a package and run it, without the pipeline around it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from checkpoints import head_block, layer_block
+from torch import Tensor
+
+from passes import (
+    EagerGqaAttention,
+    LinearToConv2d,
+    QuantizeWeights,
+    RopeAsInput,
+    SafeRmsNorm,
+    TruncateLastLayer,
+)
+from pdconvert.compile import stored_tensors, unrotate
+from pdconvert.executors.mil import MilSession, Package
+from pdconvert.lowering.contract import FunctionShape
+from pdconvert.program import Block, Pass, Probe
+from pdconvert.quant.store import Stored
+from pdconvert.quiet import quiet_coremltools
+from pdconvert.reference import Capture, Reference
+
+quiet_coremltools()
+
+from pdconvert.emit.coreml import write_package  # noqa: E402
+from pdconvert.lowering.assemble import Lowering  # noqa: E402
+
+FULL: tuple[Pass, ...] = (LinearToConv2d(), EagerGqaAttention(), SafeRmsNorm(), RopeAsInput())
+"""The passes of a usual recipe, but for the quantizer."""
 
 
+@dataclass
+class Form:
+    """What decides a package, besides the checkpoint."""
 
+    passes: Sequence[Pass] = FULL
+    scheme: str = "none"
+    shapes: Sequence[FunctionShape] = (FunctionShape(16),)
+    outputs: str = "kv"
+    embedding: str = "host"
+    target: str = "iOS18"
+    raw_keys: bool = False
+
+
+def lowering(reference: Reference, form: Form) -> tuple[Lowering, dict[str, Mapping[str, Stored]]]:
+    """The lowering of a checkpoint, and the stored tensors of its blocks."""
+    last = len(reference.spec.layers) - 1
+    quantize = QuantizeWeights(scheme=form.scheme)  # type: ignore[arg-type]
+    blocks = []
+    for index in range(last + 1):
+        truncate = [TruncateLastLayer()] if index == last and form.outputs == "kv" else []
+        block = layer_block(reference, index, raw_keys=form.raw_keys)
+        blocks.append(apply(block, [*form.passes, quantize, *truncate]))
+    if form.outputs == "logits":
+        structural = [item for item in form.passes if item.name in ("linear_to_conv2d", "safe_rms_norm")]
+        blocks.append(apply(head_block(reference), [*structural, quantize]))
+    table = reference.source.read("model.embed_tokens.weight").half()
+    store: dict[str, Mapping[str, Stored]] = {block.name: stored_tensors(block) for block in blocks}
+    store["embedding"] = {"weight": table}
+    lowered = Lowering(reference.spec, blocks, store.__getitem__, form.target, form.outputs, form.embedding)
+    return lowered, store
+
+
+def apply(block: Block, passes: Iterable[Pass]) -> Block:
+    """The block after some passes, each with its requirements and promises checked."""
+    for rewrite in passes:
+        rewrite.requires(block)
+        new = rewrite.run(block)
+        rewrite.ensures(block, new)
+        block = new
+    return block
+
+
+def package(folder: Path, reference: Reference, form: Form) -> Package:
+    """Write `folder` and open it with the executor."""
+    lowered, _ = lowering(reference, form)
+    write_package(folder, lowered.program(form.shapes), form.target, {"made by": "a test"})
+    return Package.open(folder)
+
+
+@dataclass
+class Call:
+    """Token ids at positions start, start + 1, … and what Hugging Face computes for them.
+
+    Attributes:
+        keys, values: of the new tokens, (1, L·heads, D, n), rotated or raw as asked.
+        caches: per layer all keys (rotated) and values so far.
+        logits: (n, V).
+    """
+
+    ids: list[int]
+    start: int
+    keys: Tensor
+    values: Tensor
+    logits: Tensor
+    caches: list[Capture] = field(default_factory=list)
+
+
+def call(
+    reference: Reference, ids: Sequence[int], before: Call | None = None, raw_keys: bool = False
+) -> Call:
+    """Run Hugging Face's layers on token ids, after an earlier call."""
+    start = before.start + len(before.ids) if before else 0
+    hidden, caches = reference.embed(ids)[None], []
+    for index in range(len(reference.spec.layers)):
+        past = before.caches[index] if before else Capture()
+        hidden, cache = reference.run(reference.layer(index), hidden, start, Capture(past.keys, past.values))
+        caches.append(cache)
+    cos, sin = reference.rope(torch.arange(start, start + len(ids)))
+    probe = Probe(hidden, torch.arange(len(ids)), cos[0], sin[0])
+    keys = [cache.keys[:, :, start:] for cache in caches]
+    if raw_keys:
+        keys = [unrotate(part, probe, reference.spec.rope.attention_factor) for part in keys]
+    values = [cache.values[:, :, start:] for cache in caches]
+    logits = reference.logits(hidden[0], reference.head_tensors())
+    return Call(list(ids), start, _graph(keys), _graph(values), logits, caches)
+
+
+def _graph(caches: Sequence[Tensor]) -> Tensor:
+    """Caches (1, heads, n, D) of all layers as (1, L·heads, D, n)."""
+    return torch.cat(list(caches), 1).transpose(2, 3)
+
+
+def inputs(
+    reference: Reference, form: Form, shape: FunctionShape, new: Call, before: Call | None = None
+) -> dict[str, Any]:
+    """The inputs of a function for a call, padded with its last token and, in the past, with sevens."""
+    padded = [*new.ids, *[new.ids[-1]] * (shape.tokens - len(new.ids))]
+    cos, sin = reference.rope(torch.arange(new.start, new.start + shape.tokens))
+    mask = torch.full((shape.keys, shape.tokens), -4e4)
+    mask[: new.start] = 0
+    mask[shape.past :] = torch.full((shape.tokens, shape.tokens), -4e4).tril(-1)
+    given: dict[str, Any] = {
+        "rope_cos": cos.transpose(1, 2)[None],
+        "rope_sin": sin.transpose(1, 2)[None],
+        "mask": mask[None, None],
+    }
+    if form.embedding == "host":
+        given["hidden"] = reference.embed(padded).T[None, :, None, :]
+    else:
+        given["token_ids"] = np.array([padded], np.int32)
+    if shape.past:
+        assert before is not None
+        caches = zip(("past_k", "past_v"), (_keys(before), _values(before)), strict=True)
+        for name, cache in caches:
+            given[name] = torch.full((*cache.shape[:3], shape.past), 7.0)
+            given[name][..., : new.start] = cache
+    if form.outputs == "logits":
+        given["row"] = torch.zeros(1, 1, shape.tokens, 1)
+        given["row"][0, 0, len(new.ids) - 1] = 1
+    return given
+
+
+def _keys(before: Call) -> Tensor:
+    return _graph([cache.keys for cache in before.caches if cache.keys is not None])
+
+
+def _values(before: Call) -> Tensor:
+    return _graph([cache.values for cache in before.caches if cache.values is not None])
+
+
+def run(
+    opened: Package, function: str, given: Mapping[str, Any], tokens: int, mode: str = "fp32"
+) -> dict[str, Tensor]:
+    """Run a function; padded columns are cut off."""
+    results = MilSession(opened, function, mode=mode).run(given)
+    return {name: value if name == "logits" else value[..., :tokens] for name, value in results.items()}
+
+
+def operations(opened: Package, function: str | None = None) -> list[Any]:
+    """The operations of a function's protobuf block, in order."""
+    return list(opened.block(function or opened.default_function).operations)

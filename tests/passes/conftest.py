@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from checkpoints import layer_block, probe_of, random_source, reference_of
+from checkpoints import layer_block, one_thread, probe_of, random_source, reference_of
 
 from pdconvert.families import llama
 from pdconvert.program import Block, Probe
 from pdconvert.reference import Reference
+
+__all__ = ["one_thread"]
 
 CONFIG = {**llama.TINY, "hidden_size": 32, "intermediate_size": 48, "attention_bias": True, "mlp_bias": True}
 

@@ -11,9 +11,9 @@ import mlx_lm
 import numpy as np
 import pytest
 import torch
-from conftest import hf_greedy, hf_logits, make_tiny
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama as mlx_llama
+from tiny_pair import hf_greedy, hf_logits, make_tiny
 
 from pdconvert.errors import CheckFailed, InputError
 from pdconvert.executors import mlx_products

@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import make_tiny
+from tiny_pair import make_tiny
 
 from pdconvert.errors import InputError
 from pdconvert.runtime.embedding import HostEmbedding

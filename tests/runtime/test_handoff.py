@@ -4,8 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
-from conftest import as_graph, hf_greedy, hf_keys_values, hf_logits, make_tiny
 from mlx_lm.models.cache import KVCache
+from tiny_pair import as_graph, hf_greedy, hf_keys_values, hf_logits, make_tiny
 
 from pdconvert.errors import InputError
 from pdconvert.executors.mlx import DecodeModel

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, HfSession, hf_greedy, hf_keys_values, hf_logits, manifest_of
+from tiny_pair import EOS, HfSession, hf_greedy, hf_keys_values, hf_logits, manifest_of
 
 from pdconvert.errors import CheckFailed, InputError
 from pdconvert.executors.mlx import DecodeModel

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import manifest_of
+from tiny_pair import manifest_of
 
 from pdconvert.errors import InputError
 from pdconvert.runtime.manifest import read_manifest

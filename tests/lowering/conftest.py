@@ -1,0 +1,5 @@
+"""Fixtures shared with other folders."""
+
+from checkpoints import one_thread
+
+__all__ = ["one_thread"]
