@@ -2,10 +2,13 @@
 
 from passes.eager_gqa_attention import EagerGqaAttention
 from passes.fix_shapes import FixShapes
+from passes.fold_attention_scale import FoldAttentionScale
+from passes.fold_norm_gain import FoldNormGain
 from passes.linear_to_conv2d import LinearToConv2d
 from passes.quantize_weights import QuantizeWeights
 from passes.rope_as_input import RopeAsInput
 from passes.safe_rms_norm import SafeRmsNorm
+from passes.scale_residual import ScaleResidual
 from passes.truncate_last_layer import TruncateLastLayer
 
 PASSES = (
@@ -13,9 +16,12 @@ PASSES = (
     EagerGqaAttention,
     SafeRmsNorm,
     RopeAsInput,
+    FoldNormGain,
+    QuantizeWeights,
+    FoldAttentionScale,
+    ScaleResidual,
     TruncateLastLayer,
     FixShapes,
-    QuantizeWeights,
 )
 """Every pass, in its usual order."""
 

@@ -35,7 +35,7 @@ class GroupedAttention(Attention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         raw_keys, new_keys, new_values = self.keys_values(hidden, rope)
         queries = rotate(self.split(self.q_proj(hidden), self.spec.heads), *self.rope(rope), axis=2)
-        queries = queries * self.spec.attention_scale
+        queries = queries if self.scale == 1 else queries * self.scale
         keys = new_keys if past is None else torch.cat((past[0], new_keys), 3)
         values = new_values if past is None else torch.cat((past[1], new_values), 3)
         attended = self.attend(queries, keys, values, mask)

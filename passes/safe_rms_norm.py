@@ -12,6 +12,8 @@ from torch import Tensor
 from pdconvert.blocks import RMSNorm, rewrite
 from pdconvert.errors import InputError
 from pdconvert.program import Block
+from pdconvert.quant.grid import FP16_MAX
+from pdconvert.ranges import Ranges
 
 SMALLEST_MAXIMUM = 2.0**-13
 """Rows below this maximum are scaled by it instead: eps / max² stays finite in fp16, zero rows stay zero."""
@@ -30,7 +32,7 @@ class RowMaxRMSNorm(RMSNorm):
         scaled = x / peak
         root_eps = math.sqrt(self.eps) / peak
         mean_square = (scaled * scaled).mean(axis, keepdim=True) + root_eps * root_eps
-        return scaled * torch.rsqrt(mean_square) * self.gain()
+        return self.with_gain(scaled * torch.rsqrt(mean_square))
 
 
 class LayerNormRMSNorm(RMSNorm):
@@ -40,11 +42,14 @@ class LayerNormRMSNorm(RMSNorm):
         if self.channel_axis == 1:
             doubled = torch.cat((x, -x), 1).permute(0, 2, 3, 1)
             normal = torch.nn.functional.layer_norm(doubled, doubled.shape[-1:], eps=self.eps)
-            return normal.permute(0, 3, 1, 2).narrow(1, 0, x.shape[1]) * self.gain()
+            return self.with_gain(normal.permute(0, 3, 1, 2).narrow(1, 0, x.shape[1]))
         doubled = torch.cat((x, -x), -1)
         normal = torch.nn.functional.layer_norm(doubled, doubled.shape[-1:], eps=self.eps)
-        return normal.narrow(-1, 0, x.shape[-1]) * self.gain()
+        return self.with_gain(normal.narrow(-1, 0, x.shape[-1]))
 
+
+HEADROOM = 2.0
+"""By how much other text may exceed the measured peak before a square overflows."""
 
 FORMS = {"row_max": RowMaxRMSNorm, "layer_norm": LayerNormRMSNorm}
 
@@ -58,14 +63,25 @@ class SafeRmsNorm:
 
     Attributes:
         method: `row_max`, or `layer_norm` (the layer norm of [x, −x], one fused op; whether its inside
-            overflows depends on the engine, and the executor here computes it in fp32).
+            overflows depends on the engine, and the executor here computes it in fp32), or `auto`: row_max
+            where the squares of the measured residual stream come near the end of fp16, else none.
     """
 
     name: ClassVar[str] = "safe_rms_norm"
     floor_db: ClassVar[float] = 80.0
-    method: Literal["row_max", "layer_norm"] = "row_max"
+    method: Literal["row_max", "layer_norm", "auto"] = "row_max"
+
+    def resolve(self, ranges: Ranges) -> tuple[SafeRmsNorm | None, str]:
+        """The pass with its method chosen, or None where a plain norm is safe, and why."""
+        limit = math.sqrt(FP16_MAX) / HEADROOM
+        measured = f"the residual stream peaks at {ranges.residual_peak:,.0f} in {ranges.residual_where}"
+        if ranges.residual_peak < limit:
+            return None, f"{measured}, and squares are safe up to {limit:.0f}: not needed"
+        return SafeRmsNorm("row_max"), f"{measured}, and squares are safe only up to {limit:.0f}: row_max"
 
     def requires(self, block: Block) -> None:
+        if self.method == "auto":
+            raise InputError("safe_rms_norm: `auto` was not resolved; measure the ranges first")
         if any(type(part) in FORMS.values() for part in block.module.modules()):
             raise InputError("safe_rms_norm is listed twice in the recipe")
 

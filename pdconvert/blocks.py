@@ -34,12 +34,14 @@ class Layout:
             (B, heads, S, D) and (B, 1, S, K).
         rope_inputs: `rope_cos` and `rope_sin` are inputs instead of `positions`.
         raw_keys: the k that comes out is taken before RoPE.
+        residual: factor on the residual stream, hidden in and out; a power of two.
     """
 
     channels_first: bool = False
     heads_first: bool = False
     rope_inputs: bool = False
     raw_keys: bool = False
+    residual: float = 1.0
 
 
 def rewrite(module: nn.Module, change: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
@@ -66,14 +68,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels))
         self.eps = eps
         self.channel_axis = -1
+        self.gain_is_one = False
 
-    def gain(self) -> Tensor:
-        """The weight, shaped to multiply along the channel axis."""
-        return self.weight if self.channel_axis == -1 else self.weight.view(1, -1, 1, 1)
+    def with_gain(self, x: Tensor) -> Tensor:
+        """x times the weight along the channel axis, or x itself once the weight has been folded away."""
+        if self.gain_is_one:
+            return x
+        return x * (self.weight if self.channel_axis == -1 else self.weight.view(1, -1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         mean_square = (x * x).mean(self.channel_axis, keepdim=True)
-        return x * torch.rsqrt(mean_square + self.eps) * self.gain()
+        return self.with_gain(x * torch.rsqrt(mean_square + self.eps))
 
 
 class RotaryTable(nn.Module):
@@ -116,6 +121,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, spec.hidden_size, bias=spec.output_bias)
         self.table = RotaryTable(rope)
         self.spec = spec
+        self.scale = spec.attention_scale
         self.layout = Layout()
 
     def rope(self, rope: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -154,7 +160,7 @@ class Attention(nn.Module):
         values = new_values if past is None else torch.cat((past[1], new_values), 2)
         repeats = self.spec.heads // self.spec.kv_heads
         keys, values = _repeat_heads(keys, repeats), _repeat_heads(values, repeats)
-        scores = queries @ keys.transpose(2, 3) * self.spec.attention_scale + mask
+        scores = queries @ keys.transpose(2, 3) * self.scale + mask
         output = self.o_proj(self.merge(torch.softmax(scores, -1) @ values))
         return output, raw_keys if self.layout.raw_keys else new_keys, new_values
 
@@ -182,7 +188,22 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP with residuals. Returns hidden, k, v."""
+    """Pre-norm attention and MLP with residuals. Returns hidden, k, v.
+
+    Attributes:
+        residual_writers: parts whose output is added to the residual stream.
+        residual_readers: norms whose input is the residual stream.
+        norm_consumers: the linears that alone read each norm's output.
+        query_projection: the part that q comes from, up to a linear map.
+    """
+
+    residual_writers = ("self_attn.o_proj", "mlp.down_proj")
+    residual_readers = ("input_layernorm", "post_attention_layernorm")
+    norm_consumers = (
+        ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    )
+    query_projection = "self_attn.q_proj"
 
     def __init__(self, spec: LayerSpec, rope: Rope):
         super().__init__()
@@ -225,6 +246,10 @@ class KeysValuesLayer(nn.Module):
 
 class Head(nn.Module):
     """Final norm and language-model head: (B, S, H) to (B, S, V)."""
+
+    residual_writers = ()
+    residual_readers = ("norm",)
+    norm_consumers = (("norm", ("lm_head",)),)
 
     def __init__(self, hidden_size: int, vocab_size: int, eps: float, bias: bool):
         super().__init__()

@@ -82,7 +82,7 @@ class Compiler:
 
     Attributes:
         passes: the recipe's passes for layers, the quantizer among them.
-        automatic: passes that follow for the prefill graph, by block name.
+        graph_passes: passes of the prefill graph alone, which follow those, by block name.
         raw_keys: whether k leaves the graph before RoPE.
         probe_ids, window_ids: token ids of the probe (T) and of held-out windows (N, W).
     """
@@ -90,7 +90,7 @@ class Compiler:
     reference: Reference
     passes: tuple[Pass, ...]
     head_passes: tuple[Pass, ...]
-    automatic: Mapping[str, tuple[Pass, ...]]
+    graph_passes: Mapping[str, tuple[Pass, ...]]
     embedding_bits: int
     embedding_group: int
     raw_keys: bool
@@ -121,19 +121,19 @@ class Compiler:
         blocks = []
         for index in range(self.depth):
             block = self._plain_layer(index, None)
-            for rewrite_pass in (*self.passes, *self.automatic.get(block.name, ())):
+            for rewrite_pass in (*self.passes, *self.graph_passes[block.name]):
                 block = block if rewrite_pass.name == "quantize_weights" else rewrite_pass.run(block)
             blocks.append(block)
         if outputs == "logits":
             block = self._plain_head(None)
-            for rewrite_pass in self.head_passes:
+            for rewrite_pass in (*self.head_passes, *self.graph_passes["head"]):
                 block = block if rewrite_pass.name == "quantize_weights" else rewrite_pass.run(block)
             blocks.append(block)
         return blocks
 
     def _base_key(self) -> str:
         """A hash over all inputs of all blocks: the checkpoint, what is asked for, and this program itself."""
-        passes = {name: [repr(p) for p in value] for name, value in sorted(self.automatic.items())}
+        passes = {name: [repr(p) for p in value] for name, value in sorted(self.graph_passes.items())}
         inputs = {
             "code": code_hash(),
             "versions": {
@@ -185,7 +185,7 @@ class Compiler:
             name: value.dequantize() if isinstance(value, QuantizedLinear) else value.float()
             for name, value in stored.items()
         }
-        _, _, more = run_passes(block, self.automatic.get(block.name, ()), probe, expected, outputs)
+        _, _, more = run_passes(block, self.graph_passes[block.name], probe, expected, outputs)
 
         shipped = reference.module(
             index, {name: values[name].view(tensor.shape) for name, tensor in tensors.items()}
@@ -216,10 +216,11 @@ class Compiler:
         expected = {"logits": self.reference.logits(streams.reference, tensors)}
         block = self._plain_head(tensors)
         outputs, first = check_family(block, probe, expected)
-        block, _, steps = run_passes(block, self.head_passes, probe, expected, outputs)
+        block, outputs, steps = run_passes(block, self.head_passes, probe, expected, outputs)
         save_block(folder / "tensors.safetensors", stored_tensors(block))
+        _, _, more = run_passes(block, self.graph_passes["head"], probe, expected, outputs)
         _save_flow(folder, streams)
-        _save_steps(folder, [first, *steps])
+        _save_steps(folder, [first, *steps, *more])
 
     def _probe(self, hidden: Tensor) -> Probe:
         positions = torch.arange(hidden.shape[1])

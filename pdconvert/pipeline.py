@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import resource
 import shutil
 import sys
@@ -22,8 +23,9 @@ from pdconvert.compile import CompiledBlock, Compiler
 from pdconvert.emit.manifest import Cost, Emitted, manifest, report, write_json
 from pdconvert.emit.mlx import check_store_equality, write_decode_folder
 from pdconvert.emit.vectors import Case, GreedyCase, write_vectors
+from pdconvert.errors import CheckFailed
 from pdconvert.ledger import Ledger
-from pdconvert.prepare import GREEDY_TOKENS, Plan, Texts, make_compiler, make_plan, make_texts
+from pdconvert.prepare import GREEDY_TOKENS, Plan, Texts, make_compiler, make_plan, make_texts, resolve_passes
 from pdconvert.process import output_folder
 from pdconvert.progress import Progress
 from pdconvert.quant.store import Stored
@@ -32,6 +34,7 @@ from pdconvert.sources import open_source
 
 if TYPE_CHECKING:
     from pdconvert.recipe import Recipe
+    from pdconvert.runtime.manifest import Manifest
     from pdconvert.runtime.tokenizer import Tokenizer
 
 
@@ -70,6 +73,7 @@ def build(
         tokenizer = _tokenizer(plan, folder / SCRATCH[1])
         texts = make_texts(plan, tokenizer)
         hashes = source.hashes()
+        plan = resolve_passes(plan, texts, cache, hashes)
         compiler = make_compiler(plan, texts, hashes)
 
         with progress.stage("compile blocks"):
@@ -216,7 +220,7 @@ def _cases(plan: Plan, texts: Texts, blocks: Sequence[CompiledBlock], decode: Pa
         if prefill.embedding == "graph":
             inputs["token_ids"] = padded
         else:
-            embedding = HostEmbedding(DecodeWeights(decode), plan.spec.embedding_scale)
+            embedding = HostEmbedding(DecodeWeights(decode), plan.embedding_scale)
             inputs["hidden"] = embedding.hidden(ids, shape.tokens)
         expected = {side: graph_cache(blocks, f"stored.{side}", shape.tokens) for side in ("k", "v")}
         expected = {side: value[..., : shape.tokens] for side, value in expected.items()}
@@ -253,9 +257,8 @@ def _verify(
     greedy: Sequence[GreedyCase],
 ) -> list[Check]:
     """Run the shipped files against the test vectors and, for real weights, on held-out text."""
-    from pdconvert.executors.mlx import DecodeModel
     from pdconvert.runtime.manifest import read_manifest
-    from pdconvert.verify import check_case, check_cost, check_pair, check_tokens, open_prefill
+    from pdconvert.verify import check_case, check_cost
 
     gates, shipped = plan.recipe.gates, read_manifest(folder)
     check_store_equality(folder / "decode", decode_tensors(plan, blocks))
@@ -269,13 +272,31 @@ def _verify(
         checks += check_cost(reference, stored, shipped.layers, gates.kv_db)
     if not texts.windows:
         return checks
+    try:
+        return checks + _verify_pair(shipped, plan, texts, compiler, blocks, greedy)
+    except CheckFailed as error:
+        return [*checks, Check("pair: measured", "share_equal", math.nan, 1.0, hint=str(error))]
+
+
+def _verify_pair(
+    shipped: Manifest,
+    plan: Plan,
+    texts: Texts,
+    compiler: Compiler,
+    blocks: Sequence[CompiledBlock],
+    greedy: Sequence[GreedyCase],
+) -> list[Check]:
+    """Prefill with the package, decode with the decode folder, against the reference."""
+    from pdconvert.executors.mlx import DecodeModel
+    from pdconvert.verify import check_pair, check_tokens, open_prefill
+
     prefill = open_prefill(shipped, "mil", "fp16")
     decode = DecodeModel.load(shipped.decode, products="dequantized")
-    checks.append(check_tokens(prefill, decode, greedy, None if plan.quantized else 1.0))
+    checks = [check_tokens(prefill, decode, greedy, None if plan.quantized else 1.0)]
     head = compiler.reference.head_tensors()
     windows = blocks[-1].streams().windows
 
     def reference_logits(index: int) -> Tensor:
         return compiler.reference.logits(windows[index, texts.split - 1 :], head)
 
-    return checks + check_pair(prefill, decode, texts.windows, texts.split, reference_logits, gates)
+    return checks + check_pair(prefill, decode, texts.windows, texts.split, reference_logits, plan.recipe.gates)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pdconvert import families, text
-from pdconvert.compile import Compiler
+from pdconvert.blocks import DecoderLayer
+from pdconvert.compile import Compiler, code_hash
 from pdconvert.errors import InputError
 from pdconvert.inventory import check_inventory
 from pdconvert.lowering.contract import FunctionShape
 from pdconvert.model import ModelSpec
 from pdconvert.program import Pass
 from pdconvert.quant.grid import decode_group
+from pdconvert.ranges import Ranges, measure_ranges
 from pdconvert.reference import Reference
 from pdconvert.sources.base import Source
 
 if TYPE_CHECKING:
+    from pdconvert.cache import Cache
     from pdconvert.recipe import Recipe
     from pdconvert.runtime.tokenizer import Tokenizer
 
@@ -33,7 +38,6 @@ class Plan:
     Attributes:
         shapes: the functions to write.
         decode_config: the mlx-lm config of the decode folder.
-        automatic: passes that the pipeline puts in, by block name.
         notes: what was left out of the checkpoint, and why.
     """
 
@@ -44,8 +48,29 @@ class Plan:
     shapes: tuple[FunctionShape, ...]
     decode_config: dict[str, Any]
     passes: tuple[Pass, ...]
-    automatic: dict[str, tuple[Pass, ...]]
     notes: tuple[str, ...]
+
+    @property
+    def shared_passes(self) -> tuple[Pass, ...]:
+        """Passes whose weights both halves store."""
+        return tuple(item for item in self.passes if not _graph_only(item))
+
+    def graph_passes(self, block: str) -> tuple[Pass, ...]:
+        """Passes of the prefill graph alone, after those; the last ones realise the recipe's prefill section."""
+        from passes import FixShapes, TruncateLastLayer
+
+        chosen = tuple(item for item in self.passes if _graph_only(item))
+        if block == "head":
+            return chosen
+        if block == f"layers.{len(self.spec.layers) - 1}" and self.recipe.prefill.outputs == "kv":
+            chosen = (*chosen, TruncateLastLayer())
+        return (*chosen, FixShapes(tokens=max(shape.tokens for shape in self.shapes)))
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor on the embedding rows that enter the graph."""
+        factors = [item.factor for item in self.passes if item.name == "scale_residual"]
+        return self.spec.embedding_scale * (factors[0] if factors else 1.0)
 
     @property
     def decode_only_matrices(self) -> bool:
@@ -81,7 +106,7 @@ def make_plan(recipe: Recipe, source: Source) -> Plan:
     Raises:
         InputError: the model, or the combination of options, cannot be built.
     """
-    from passes import AUTOMATIC, FixShapes, QuantizeWeights, TruncateLastLayer
+    from passes import AUTOMATIC, QuantizeWeights
 
     family = families.get(source.config)
     spec = family.read_config(source.config)
@@ -115,15 +140,38 @@ def make_plan(recipe: Recipe, source: Source) -> Plan:
     passes = tuple(recipe.passes)
     if "quantize_weights" not in listed:
         passes = (*passes, QuantizeWeights(scheme="none"))
-    fixed = FixShapes(tokens=max(shape.tokens for shape in shapes))
-    last = len(spec.layers) - 1
-    automatic: dict[str, tuple[Pass, ...]] = {
-        f"layers.{index}": (TruncateLastLayer(), fixed)
-        if index == last and prefill.outputs == "kv"
-        else (fixed,)
-        for index in range(len(spec.layers))
-    }
-    return Plan(recipe, source, family, spec, shapes, decode_config, passes, automatic, tuple(notes))
+    return Plan(recipe, source, family, spec, shapes, decode_config, passes, tuple(notes))
+
+
+def resolve_passes(plan: Plan, texts: Texts, cache: Cache, hashes: dict[str, str]) -> Plan:
+    """Decide every `auto` option of a pass on measured ranges; what was decided, and why, becomes a note."""
+    if not any("auto" in vars(item).values() for item in plan.passes):
+        return plan
+    ranges = _ranges(plan, texts, cache, hashes)
+    passes: list[Pass] = []
+    notes = list(plan.notes)
+    for item in plan.passes:
+        if "auto" not in vars(item).values():
+            passes.append(item)
+            continue
+        chosen, why = item.resolve(ranges)
+        notes.append(f"{item.name}: {why}")
+        if chosen is not None:
+            passes.append(chosen)
+    return replace(plan, passes=tuple(passes), notes=tuple(notes))
+
+
+def _ranges(plan: Plan, texts: Texts, cache: Cache, hashes: dict[str, str]) -> Ranges:
+    """The ranges of the checkpoint on this build's texts, measured once."""
+    inputs = [code_hash(), hashes, plan.source.config, texts.probe, texts.windows]
+    key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+    folder = cache.get(key)
+    if folder is None:
+        reference = Reference(plan.source, plan.family, plan.spec)
+        sequences = [texts.probe, *texts.windows, *(ids for _, ids in texts.prompts)]
+        ranges = measure_ranges(reference, sequences, DecoderLayer.residual_readers)
+        folder = cache.put(key, ranges.write)
+    return Ranges.read(folder)
 
 
 def make_texts(plan: Plan, tokenizer: Tokenizer | None) -> Texts:
@@ -153,20 +201,25 @@ def _repeat(ids: list[int], length: int) -> tuple[int, ...]:
     return tuple((ids * (length // len(ids) + 1))[:length])
 
 
+def _graph_only(item: Pass) -> bool:
+    return getattr(item, "graph_only", False)
+
+
 def make_compiler(plan: Plan, texts: Texts, hashes: dict[str, str]) -> Compiler:
     """The compiler of a plan's blocks."""
     from passes import QuantizeWeights
 
+    layers = [f"layers.{index}" for index in range(len(plan.spec.layers))]
     bits = {16: "none", 8: "w8a16"}
-    structural = ("linear_to_conv2d", "safe_rms_norm")
+    structural = ["linear_to_conv2d", "safe_rms_norm"] + ["fold_norm_gain"] * (not plan.spec.tied)
     head = [item for item in plan.passes if item.name in structural]
     granularity = "per_group" if plan.decode_only_matrices else "per_channel"
     head.append(QuantizeWeights(scheme=bits[plan.recipe.decode.head_bits], granularity=granularity))
     return Compiler(
         reference=Reference(plan.source, plan.family, plan.spec),
-        passes=plan.passes,
+        passes=plan.shared_passes,
         head_passes=tuple(head),
-        automatic=plan.automatic,
+        graph_passes={name: plan.graph_passes(name) for name in (*layers, "head")},
         embedding_bits=plan.recipe.decode.embedding_bits,
         embedding_group=decode_group(plan.spec.hidden_size) if plan.decode_only_matrices else 0,
         raw_keys=plan.recipe.prefill.kv.rope == "raw",

@@ -52,6 +52,7 @@ class Block:
         layout: form of the inputs and outputs.
         tokens: static number of new tokens, or None while the shape is free.
         records: quantized weights by parameter name; the module holds their de-quantized values.
+        factors: by parameter name, what the graph multiplies a stored tensor by; the module holds the product.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Block:
     layout: Layout = field(default_factory=Layout)
     tokens: int | None = None
     records: Mapping[str, QuantizedLinear] = field(default_factory=lambda: MappingProxyType({}))
+    factors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -67,7 +69,7 @@ class Block:
             return ("logits",)
         return ("k", "v") if isinstance(self.module, KeysValuesLayer) else ("hidden", "k", "v")
 
-    def with_layout(self, module: nn.Module, **changes: bool) -> Block:
+    def with_layout(self, module: nn.Module, **changes: bool | float) -> Block:
         """This block with another module, and the new layout set on the block and on its attention."""
         layout = replace(self.layout, **changes)
         for part in module.modules():
@@ -88,7 +90,7 @@ class Block:
         size = self.tokens or length
         if length > size:
             raise InputError(f"block {self.name} takes {size} tokens, the probe has {length}")
-        hidden = _pad(probe.hidden, size)
+        hidden = _pad(probe.hidden, size) * self.layout.residual
         if self.layout.channels_first:
             hidden = hidden.transpose(1, 2)[:, :, None, :]
         # oneDNN reorders the weight of a 1x1 convolution at each call: 2 to 3 times slower than the plain product.
@@ -118,7 +120,22 @@ class Block:
     def _plain(self, name: str, value: Tensor) -> Tensor:
         if name in ("k", "v"):
             return value.transpose(2, 3) if self.layout.heads_first else value
-        return value[:, :, 0, :].transpose(1, 2) if self.layout.channels_first else value
+        plain = value[:, :, 0, :].transpose(1, 2) if self.layout.channels_first else value
+        return plain / self.layout.residual if name == "hidden" else plain
+
+
+    def times(self, module: nn.Module, name: str, factor: float) -> Block:
+        """This block with a stored tensor multiplied in the graph alone; the other half keeps it as stored.
+
+        Args:
+            module: a rewritten copy of the block's module, which is changed and put into the new block.
+            name: of a parameter.
+        """
+        path, _, kind = name.rpartition(".")
+        part = module.get_submodule(path)
+        part._parameters[kind] = nn.Parameter(part._parameters[kind].detach() * factor, requires_grad=False)
+        factors = {**self.factors, name: self.factors.get(name, 1.0) * factor}
+        return replace(self, module=module, factors=MappingProxyType(factors))
 
 
 def _pad(x: Tensor, size: int) -> Tensor:

@@ -144,30 +144,72 @@ def test_a_failed_gate_keeps_the_files_and_says_where(tmp_path):
 
 def test_the_norm_matters_in_fp16(tmp_path):
     """A residual stream above 256 overflows a squared norm; the row-maximum norm survives it."""
-    config = dict(tiny().source.random.config)
+    for name, passes in (("safe", ("safe_rms_norm",)), ("plain", ())):
+        path = loud_checkpoint(tmp_path / f"{name}-source", LOUD_EMBEDDING, "kv", passes)
+        assert build(load_recipe(str(path)), tmp_path / name).verdict == ("pass" if passes else "fail")
+
+
+LOUD_EMBEDDING = {"model.embed_tokens.weight": 5000.0}
+LOUD_LAYER = {"model.layers.0.mlp.up_proj.weight": 1e5, "model.layers.0.mlp.down_proj.weight": 200.0}
+
+
+def loud_checkpoint(folder: Path, factors: dict[str, float], outputs: str, passes: tuple) -> Path:
+    """A recipe for the tiny model with some tensors multiplied, and further passes."""
     from pdconvert.sources import open_source
 
     source = open_source(tiny().source)
-    folder = tmp_path / "loud"
     folder.mkdir()
     tensors = {name: source.read(name).numpy() for name in source.tensors()}
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * np.float32(40000)
+    for name, factor in factors.items():
+        tensors[name] = tensors[name] * np.float32(factor)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(source.config))
     source.write_tokenizer(folder)
-    verdicts = {}
-    for name, passes in (("safe", 5), ("plain", 4)):
-        data = tiny().resolved()
-        data["source"] = {"path": str(folder)}
-        data["passes"] = [item for item in data["passes"] if passes == 5 or "safe_rms_norm" not in str(item)]
-        data["probe"] = {"eval_windows": 1}
-        data["gates"] = {"kld": 1.0, "reason": "random weights have no meaningful distribution"}
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(json.dumps(data))
-        checks = build(load_recipe(str(path)), tmp_path / name).summary
-        verdicts[name] = [line for line in checks.splitlines() if line.startswith("prefill_128, mil fp16")]
-    assert not any("FAIL" in line for line in verdicts["safe"])
-    assert any("FAIL" in line for line in verdicts["plain"])
+    data = tiny().resolved()
+    data["source"] = {"path": str(folder)}
+    data["prefill"]["outputs"] = outputs
+    data["passes"] = [item for item in data["passes"] if "safe_rms_norm" not in str(item)] + list(passes)
+    data["probe"] = {"eval_windows": 1}
+    data["gates"] = {"kld": 1.0, "reason": "random weights have no meaningful distribution"}
+    (folder / "recipe.json").write_text(json.dumps(data))
+    return folder / "recipe.json"
+
+
+def fp16_values(build_folder: Path) -> dict[str, float]:
+    report = json.loads((build_folder / "report/report.json").read_text())
+    return {c["name"]: float(c["value"]) for c in report["checks"] if "mil fp16" in c["name"]}
+
+
+def test_a_residual_stream_beyond_fp16_is_scaled(tmp_path):
+    """The stream peaks near 200,000: fp16 holds it only scaled, and `auto` finds the factor."""
+    safe = {"safe_rms_norm": {"method": "auto"}}
+    scale = {"scale_residual": {"factor": "auto"}}
+    plain = loud_checkpoint(tmp_path / "plain", LOUD_LAYER, "logits", (safe,))
+    scaled = loud_checkpoint(tmp_path / "scaled", LOUD_LAYER, "logits", (safe, scale))
+    assert build(load_recipe(str(plain)), tmp_path / "a").verdict == "fail"
+    result = build(load_recipe(str(scaled)), tmp_path / "b")
+    assert result.verdict == "pass", result.summary
+    assert min(fp16_values(tmp_path / "b").values()) >= 40
+    notes = json.loads((tmp_path / "b" / "manifest.json").read_text())["source"]["notes"]
+    assert any("scaled by 1/" in note for note in notes) and any("row_max" in note for note in notes)
+
+
+def test_passes_that_fold_change_nothing(tmp_path):
+    path = loud_checkpoint(
+        tmp_path / "fold",
+        {},
+        "logits",
+        ("fold_attention_scale", {"safe_rms_norm": {"method": "auto"}}, {"scale_residual": {"factor": 0.125}}),
+    )
+    data = json.loads(path.read_text())
+    data["passes"].insert(1, "fold_norm_gain")
+    path.write_text(json.dumps(data))
+    result = build(load_recipe(str(path)), tmp_path / "out")
+    assert result.verdict == "pass", result.summary
+    steps = json.loads((tmp_path / "out/report/report.json").read_text())["steps"]
+    names = {step["step"] for step in steps}
+    assert {"fold_norm_gain", "fold_attention_scale", "scale_residual"} <= names
+    assert "safe_rms_norm" not in names, "auto adds a norm that the ranges do not need"
 
 
 @pytest.mark.parametrize("moment", [0.5, 2.0, 3.5])

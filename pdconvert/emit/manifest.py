@@ -89,8 +89,12 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
         },
         "recipe": plan.recipe.resolved(),
         "passes": {
-            "layers": [repr(item) for item in plan.passes],
-            "automatic": {name: [repr(item) for item in items] for name, items in plan.automatic.items()},
+            "shared": [repr(item) for item in plan.shared_passes],
+            "graph": {
+                block.name: [repr(item) for item in plan.graph_passes(block.name)]
+                for block in emitted.blocks
+                if block.name != "embedding"
+            },
         },
         "prefill": {
             "package": "prefill.mlpackage",
@@ -111,7 +115,7 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             "inv_freq": list(spec.rope.inv_freq),
             "attention_factor": spec.rope.attention_factor,
         },
-        "embedding": {"scale": spec.embedding_scale},
+        "embedding": {"scale": plan.embedding_scale},
         "kv": {
             "rope": prefill.kv.rope,
             "storage": prefill.kv.storage,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -97,10 +97,12 @@ class Lowering:
 
     def _embed(self, token_ids: Any) -> Any:
         """token_ids (1, S) int32 → hidden (1, H, 1, S)."""
-        table = self._constant("embedding", "weight", self.load("embedding")["weight"], None)
+        stored = self.load("embedding")["weight"]
+        table = self._constant("embedding", _Parameter("weight", stored, tuple(stored.shape)))
         rows = mb.gather(x=table, indices=token_ids, axis=0, name="embedding_rows")
-        if self.spec.embedding_scale != 1:
-            rows = mb.mul(x=rows, y=np.float16(self.spec.embedding_scale), name="embedding_scaled")
+        scale = self.spec.embedding_scale * self.skeletons[0].layout.residual
+        if scale != 1:
+            rows = mb.mul(x=rows, y=np.float16(scale), name="embedding_scaled")
         return mb.expand_dims(x=mb.transpose(x=rows, perm=[0, 2, 1]), axes=[2], name="embedding_hidden")
 
     def _logits(self, hidden: Any, row: Any, head: Block) -> Any:
@@ -122,18 +124,17 @@ class Lowering:
         stored = self.load(block.name)
         shapes = {name: tuple(value.shape) for name, value in block.module.named_parameters()}
         constants = {
-            placeholder: _Parameter(name, stored[name], shapes[name])
+            placeholder: _Parameter(name, stored[name], shapes[name], block.factors.get(name, 1.0))
             for placeholder, name in graph.parameters.items()
         }
         return _Walk(self, block.name, values, constants).run(graph.graph)
 
-    def _constant(self, block: str, name: str, value: Stored, shape: tuple[int, ...] | None) -> Any:
-        """A stored tensor as a MIL constant, reshaped; equal names share one blob across functions."""
-        label = _identifier(f"{block}.{name}")
+    def _constant(self, block: str, parameter: _Parameter) -> Any:
+        """A parameter as a MIL constant; equal names share one blob across functions."""
+        label, value = _identifier(f"{block}.{parameter.name}"), parameter.graph_value()
         if isinstance(value, QuantizedLinear):
-            return self._quantized(label, value, shape or value.shape)
-        data = value.numpy().reshape(shape or value.shape)
-        constant = mb.const(val=data, name=label)
+            return self._quantized(label, value, parameter.shape)
+        constant = mb.const(val=value.numpy().reshape(parameter.shape), name=label)
         constant.op.weight_id = label
         return constant
 
@@ -157,11 +158,24 @@ class Lowering:
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A parameter of a block before it is written as a constant; a view of it only changes the shape."""
+    """A parameter of a block before it is written as a constant; a view of it only changes the shape.
+
+    Attributes:
+        factor: what the graph multiplies the stored value by; of a record, its scales.
+    """
 
     name: str
     value: Stored
     shape: tuple[int, ...]
+    factor: float = 1.0
+
+    def graph_value(self) -> Stored:
+        """The stored value times the factor, rounded to fp16 once more where the factor is no power of two."""
+        if self.factor == 1:
+            return self.value
+        if isinstance(self.value, QuantizedLinear):
+            return replace(self.value, scales=(self.value.scales.float() * self.factor).half())
+        return (self.value.float() * self.factor).half()
 
 
 @dataclass
@@ -187,7 +201,7 @@ class _Walk:
         if target in VIEWS and isinstance(source, torch.fx.Node) and source.name in self.parameters:
             parameter = self.parameters[source.name]
             shape = tuple(torch.empty(parameter.shape, device="meta").view(node.args[1]).shape)
-            self.parameters[node.name] = _Parameter(parameter.name, parameter.value, shape)
+            self.parameters[node.name] = replace(parameter, shape=shape)
             return
         if _only_feeds_products(node):
             return
@@ -207,10 +221,8 @@ class _Walk:
     def _value(self, argument: Any) -> Any:
         if isinstance(argument, torch.fx.Node):
             if argument.name not in self.values:
-                parameter = self.parameters[argument.name]
-                self.values[argument.name] = self.lowering._constant(
-                    self.block, parameter.name, parameter.value, parameter.shape
-                )
+                constant = self.lowering._constant(self.block, self.parameters[argument.name])
+                self.values[argument.name] = constant
             return self.values[argument.name]
         if isinstance(argument, list | tuple):
             return [self._value(part) for part in argument]

@@ -33,9 +33,14 @@ class BlockGraph:
 
 def signature(block: Block, shape: FunctionShape) -> tuple[Any, ...]:
     """Equal for two blocks whose graphs are equal but for the weights."""
-    parts = tuple((name, type(part).__name__) for name, part in block.module.named_modules())
+    parts = tuple((name, type(part).__name__, _numbers(part)) for name, part in block.module.named_modules())
     parameters = tuple((name, tuple(value.shape)) for name, value in block.module.named_parameters())
     return block.spec, block.layout, shape, parts, parameters
+
+
+def _numbers(part: nn.Module) -> tuple[float | bool | None, ...]:
+    """What of a part becomes a literal of the graph, or decides its ops."""
+    return tuple(getattr(part, name, None) for name in ("eps", "gain_is_one", "scale"))
 
 
 def export_block(block: Block, rope_dims: int, shape: FunctionShape) -> BlockGraph:

@@ -87,10 +87,17 @@ def _check_literal(key: str, value: Any, annotation: Any) -> None:
         return
     if any(value == known and type(value) is type(known) for known in values):
         return
+    if isinstance(value, int | float) and not isinstance(value, bool) and _takes_numbers(annotation):
+        return
     choices = ", ".join(str(v) for v in values)
     close = difflib.get_close_matches(str(value), [v for v in values if isinstance(v, str)], n=1, cutoff=0.6)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     fail(f"expected {'one of ' if len(values) > 1 else ''}{choices}{hint}", path=[key], shown=value)
+
+
+def _takes_numbers(annotation: Any) -> bool:
+    """Whether a number of any value may stand beside the literals."""
+    return bool({int, float} & set(typing.get_args(annotation)))
 
 
 def first_error(error: ValidationError) -> tuple[tuple[str | int, ...], str]:

@@ -16,6 +16,7 @@ from passes import (
     QuantizeWeights,
     RopeAsInput,
     SafeRmsNorm,
+    ScaleResidual,
     TruncateLastLayer,
 )
 from pdconvert.compile import stored_tensors, unrotate
@@ -35,6 +36,14 @@ FULL: tuple[Pass, ...] = (LinearToConv2d(), EagerGqaAttention(), SafeRmsNorm(), 
 """The passes of a usual recipe, but for the quantizer."""
 
 
+FOR_HEADS = ("linear_to_conv2d", "safe_rms_norm", "fold_norm_gain")
+
+
+def is_graph_only(rewrite: Pass) -> bool:
+    """Whether a pass changes the graph and not what is stored."""
+    return getattr(rewrite, "graph_only", False)
+
+
 @dataclass
 class Form:
     """What decides a package, besides the checkpoint."""
@@ -51,18 +60,22 @@ class Form:
 def lowering(reference: Reference, form: Form) -> tuple[Lowering, dict[str, Mapping[str, Stored]]]:
     """The lowering of a checkpoint, and the stored tensors of its blocks."""
     last = len(reference.spec.layers) - 1
+    shared = [item for item in form.passes if not is_graph_only(item)]
+    graph = [item for item in form.passes if is_graph_only(item)]
     quantize = QuantizeWeights(scheme=form.scheme)  # type: ignore[arg-type]
+    store: dict[str, Mapping[str, Stored]] = {
+        "embedding": {"weight": reference.source.read("model.embed_tokens.weight").half()}
+    }
     blocks = []
     for index in range(last + 1):
+        block = apply(layer_block(reference, index, raw_keys=form.raw_keys), [*shared, quantize])
+        store[block.name] = stored_tensors(block)
         truncate = [TruncateLastLayer()] if index == last and form.outputs == "kv" else []
-        block = layer_block(reference, index, raw_keys=form.raw_keys)
-        blocks.append(apply(block, [*form.passes, quantize, *truncate]))
+        blocks.append(apply(block, [*graph, *truncate]))
     if form.outputs == "logits":
-        structural = [item for item in form.passes if item.name in ("linear_to_conv2d", "safe_rms_norm")]
-        blocks.append(apply(head_block(reference), [*structural, quantize]))
-    table = reference.source.read("model.embed_tokens.weight").half()
-    store: dict[str, Mapping[str, Stored]] = {block.name: stored_tensors(block) for block in blocks}
-    store["embedding"] = {"weight": table}
+        block = apply(head_block(reference), [*(item for item in shared if item.name in FOR_HEADS), quantize])
+        store["head"] = stored_tensors(block)
+        blocks.append(apply(block, graph))
     lowered = Lowering(reference.spec, blocks, store.__getitem__, form.target, form.outputs, form.embedding)
     return lowered, store
 
@@ -142,7 +155,8 @@ def inputs(
         "mask": mask[None, None],
     }
     if form.embedding == "host":
-        given["hidden"] = reference.embed(padded).T[None, :, None, :]
+        factors = [item.factor for item in form.passes if isinstance(item, ScaleResidual)]
+        given["hidden"] = reference.embed(padded).T[None, :, None, :] * (factors[0] if factors else 1)
     else:
         given["token_ids"] = np.array([padded], np.int32)
     if shape.past:

@@ -33,6 +33,9 @@ def _arguments(operation: Any, known: Mapping[str, str]) -> Iterator[tuple[str, 
             for part in argument.arguments
         ]
         yield name, bound[0] if len(bound) == 1 else f"({', '.join(bound)})"
+    for name, value in operation.attributes.items():
+        if name != "name":
+            yield name, _constant(value)
 
 
 def _type(proto: Any) -> str:

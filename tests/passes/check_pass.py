@@ -47,7 +47,8 @@ def check_declaration(rewrite: Pass) -> None:
 
 def snapshot(block: Block) -> list[tuple]:
     """Everything that makes up a block: fields, module tree, parameters and their bytes."""
-    parts: list[tuple] = [(block.name, block.spec, block.layout, block.tokens, tuple(block.records))]
+    fields = (block.name, block.spec, block.layout, block.tokens, tuple(block.records), dict(block.factors))
+    parts: list[tuple] = [fields]
     for path, part in block.module.named_modules():
         plain = {name: value for name, value in vars(part).items() if not name.startswith("_")}
         parts.append((path, type(part), tuple(part._modules), repr(plain)))

@@ -15,6 +15,7 @@ from pdconvert.blocks import RMSNorm
 from pdconvert.errors import InputError
 from pdconvert.measure import sqnr_db
 from pdconvert.program import Block, Probe
+from pdconvert.ranges import Ranges
 from pdconvert.reference import Reference
 
 METHODS = ("row_max", "layer_norm")
@@ -107,3 +108,20 @@ def test_a_second_time_is_refused(method: Literal["row_max", "layer_norm"], laye
 def test_a_plain_norm_left_behind_does_not_pass_unseen(layer: Block) -> None:
     with pytest.raises(AssertionError, match="a plain RMSNorm is left"):
         SafeRmsNorm().ensures(layer, layer)
+
+
+@pytest.mark.parametrize(
+    ("peak", "method"), [(100.0, None), (127.0, None), (129.0, "row_max"), (1e6, "row_max")]
+)
+def test_auto_takes_the_row_maximum_where_squares_come_near_the_end_of_fp16(
+    peak: float, method: str | None
+) -> None:
+    chosen, why = SafeRmsNorm(method="auto").resolve(Ranges(peak, "layers.2", {}))
+    assert f"peaks at {peak:,.0f} in layers.2" in why and "128" in why
+    assert (chosen.method if chosen else None) == method
+
+
+def test_auto_is_decided_before_it_runs(layer: Block) -> None:
+    with pytest.raises(InputError) as error:
+        SafeRmsNorm(method="auto").requires(layer)
+    assert str(error.value) == "safe_rms_norm: `auto` was not resolved; measure the ranges first"

@@ -233,7 +233,10 @@ class PlanBuilder:
                 dynamic.append((name, values[0]))
             else:
                 params[name] = values[0].python()
-        fn = partial(row.fn, **params) if params else row.fn
+        if row.bind is not None and not dynamic:
+            fn = row.bind(**params)
+        else:
+            fn = partial(row.fn, **params) if params else row.fn
         rounds = tuple(self._fp16 and t.dtype == "fp16" and not row.copies for t in where.types)
         if not dynamic and not _has_slot(args) and not where.op_type.startswith("random_"):
             self._fold(where, fn, args, params, rounds)
@@ -298,6 +301,7 @@ class _Liveness:
         self._steps = steps
         self._infos = infos
         self._outputs = outputs
+        self._statics = statics
         self._end = len(steps)
         self._last: dict[int, int] = {}
         for index, step in enumerate(steps):
@@ -316,7 +320,7 @@ class _Liveness:
         """Fill in the steps; returns the outputs that must be copied before they are handed out."""
         freed: dict[int, list[int]] = {}
         for slot, last in self._last.items():
-            if last < self._end:
+            if last < self._end and slot not in self._statics:
                 freed.setdefault(last, []).append(slot)
         for index, step in enumerate(self._steps):
             step.frees = tuple(freed.get(index, ()))

@@ -10,6 +10,7 @@ import torch
 
 from pdconvert.errors import InputError
 from pdconvert.executors.mil import dtypes
+from pdconvert.executors.mil.calls import Call, compile_step
 from pdconvert.executors.mil.graph import OpInfo, Plan, PlanBuilder, Step
 from pdconvert.executors.mil.package import FunctionInfo, Package
 from pdconvert.executors.mil.values import RUN_TIME, ValueInfo, round_fp16
@@ -106,63 +107,63 @@ class MilSession:
                 fails on these inputs; the message names it.
         """
         buffers = self._check_state(state)
-        plan = self.plan
-        if not self._base:
-            self._base = [None] * plan.slots
+        plan, program = self.plan, self._program
         registers = self._base.copy()
         self._bind(inputs, registers)
-        for step in plan.steps:
-            try:
-                self._execute(step, registers, buffers)
-            except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as error:
-                detail = str(error).strip().splitlines() or [type(error).__name__]
-                raise InputError(f"{self.package.path}: {step.info} failed: {detail[0]}") from error
-            if on_op is not None:
-                on_op(step.info, tuple(registers[slot] for slot in step.outs))
-            for slot in step.frees:
-                registers[slot] = self._base[slot]
+        step = None
+        try:
+            for step, call, loads, frees in program:
+                if loads:
+                    self._load(loads, registers)
+                call(registers) if call is not None else self._touch_state(step, registers, buffers)
+                if on_op is not None:
+                    on_op(step.info, tuple(registers[slot] for slot in step.outs))
+                for slot in frees:
+                    registers[slot] = None
+                if loads:
+                    self._drop(loads, registers)
+        except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as error:
+            detail = str(error).strip().splitlines() or [type(error).__name__]
+            where = step.info if step is not None else "the first op"
+            raise InputError(f"{self.package.path}: {where} failed: {detail[0]}") from error
         return {name: self._output(name, slot, registers) for name, slot in plan.outputs.items()}
 
-    def _execute(self, step: Step, registers: list[Any], buffers: State) -> None:
-        for slot in step.loads:
-            if registers[slot] is None:
-                self._load(slot, registers)
-        if step.kind == "op":
-            args = [
-                [registers[i] for i in a] if isinstance(a, list) else None if a is None else registers[a]
-                for a in step.args
-            ]
-            params = {name: registers[slot].tolist() for name, slot in step.dynamic}
-            if step.target >= 0:
-                result = step.into(*args, args[step.target], **params)
-            else:
-                result = step.fn(*args, **params)
-            if len(step.outs) == 1:
-                registers[step.outs[0]] = round_fp16(result) if step.rounds[0] else result
-                return
-            for slot, rounds, value in zip(step.outs, step.rounds, result, strict=True):
-                registers[slot] = round_fp16(value) if rounds else value
-        elif step.kind == "read":
-            registers[step.outs[0]] = buffers[step.state]
-        else:
-            self._write(step, registers[step.args[0]], buffers)
+    @cached_property
+    def _program(self) -> list[tuple[Step, Call | None, list[int], tuple[int, ...]]]:
+        """Each step with its closure (None for reads and writes of states), constants to load, slots to free."""
+        self._base = [None] * self.plan.slots
+        return [
+            (step, compile_step(step) if step.kind == "op" else None, list(step.loads), step.frees)
+            for step in self.plan.steps
+        ]
 
-    def _write(self, step: Step, data: torch.Tensor, buffers: State) -> None:
-        old = buffers[step.state]
+    def _load(self, loads: list[int], registers: list[Any]) -> None:
+        """Put constants into their registers; those that the cache keeps are there from the next run on."""
+        for slot in loads:
+            if registers[slot] is None:
+                registers[slot], kept = self.cache.get(self.plan.statics[slot])
+                if kept:
+                    self._base[slot] = registers[slot]
+
+    def _drop(self, loads: list[int], registers: list[Any]) -> None:
+        """Free the constants that the cache does not keep; never look at the others again."""
+        for slot in loads:
+            registers[slot] = self._base[slot]
+        loads[:] = [slot for slot in loads if self._base[slot] is None]
+
+    def _touch_state(self, step: Step, registers: list[Any], buffers: State) -> None:
+        """Read a state, or give it a new buffer: the written tensor itself where nothing else holds it."""
+        if step.kind == "read":
+            registers[step.outs[0]] = buffers[step.state]
+            return
+        data, old = registers[step.args[0]], buffers[step.state]
         if data is old:
             return
         whole = data.is_contiguous() and data.untyped_storage().nbytes() == data.numel() * data.element_size()
         buffers[step.state] = data if whole and not step.copies_data else data.clone()
 
-    def _load(self, slot: int, registers: list[Any]) -> None:
-        tensor, kept = self.cache.get(self.plan.statics[slot])
-        registers[slot] = tensor
-        if kept:
-            self._base[slot] = tensor
-
     def _output(self, name: str, slot: int, registers: list[Any]) -> torch.Tensor:
-        if registers[slot] is None:
-            self._load(slot, registers)
+        self._load([slot], registers)
         value = registers[slot]
         return value.clone() if name in self.plan.copied_outputs else value.contiguous()
 

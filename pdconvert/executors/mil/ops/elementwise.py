@@ -61,7 +61,7 @@ def log(x: Tensor, *, epsilon: float = 1e-45) -> Tensor:
 
 def rsqrt(x: Tensor, *, epsilon: float = 1e-12) -> Tensor:
     """1 / sqrt(x + epsilon)."""
-    return torch.rsqrt(x + epsilon)
+    return (x + epsilon).rsqrt_() if epsilon else torch.rsqrt(x)
 
 
 def exp2(x: Tensor) -> Tensor:
@@ -83,6 +83,10 @@ def _sub_into(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
 
 def _square_into(x: Tensor, out: Tensor) -> Tensor:
     return torch.mul(x, x, out=out)
+
+
+def _real_div_into(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+    return torch.div(x, y, out=out) if out.dtype.is_floating_point else real_div(x, y)
 
 
 ROWS: dict[str, OpRow] = {
@@ -115,7 +119,7 @@ ROWS: dict[str, OpRow] = {
     "add": builtin(torch.add, "x y", into=_add_into),
     "sub": builtin(torch.sub, "x y", into=_sub_into),
     "mul": builtin(torch.mul, "x y", into=_mul_into),
-    "real_div": row(real_div),
+    "real_div": row(real_div, into=_real_div_into),
     "floor_div": row(floor_div),
     "mod": builtin(torch.remainder, "x y"),
     "pow": builtin(torch.pow, "x y"),

@@ -5,6 +5,7 @@ index outside the tensor is always an error here; on a device without `validate_
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -71,6 +72,37 @@ def slice_by_index(
     if backwards:
         view = view.flip(backwards)
     return view.squeeze(tuple(squeezed)) if squeezed else view
+
+
+def _bind_slice(
+    begin: Ints,
+    end: Ints,
+    stride: Ints | None = None,
+    begin_mask: Mask = None,
+    end_mask: Mask = None,
+    squeeze_mask: Mask = None,
+) -> Callable[[Tensor], Tensor]:
+    """Return `slice_by_index` for constant bounds; plain ranges, the usual case, take the short way."""
+    forwards = stride is None or all(step == 1 for step in stride)
+    masks = zip(begin, end, begin_mask or [False] * len(begin), end_mask or [False] * len(end), strict=True)
+    cuts = [(axis, 0 if bm else b, -1 if em else e) for axis, (b, e, bm, em) in enumerate(masks)]
+    counted = all(b >= 0 and (e >= 0 or (end_mask and end_mask[axis])) for axis, b, e in cuts)
+    if not forwards or not counted or (squeeze_mask and any(squeeze_mask)):
+        return partial(
+            slice_by_index, begin=begin, end=end, stride=stride,
+            begin_mask=begin_mask, end_mask=end_mask, squeeze_mask=squeeze_mask,
+        )  # fmt: skip
+    cuts = [(axis, b, e) for axis, b, e in cuts if b or e >= 0]
+
+    def short(x: Tensor) -> Tensor:
+        for axis, first, last in cuts:
+            size = x.shape[axis]
+            stop = size if last < 0 or last > size else last
+            if first or stop != size:
+                x = x.narrow(axis, min(first, stop), max(stop - first, 0))
+        return x
+
+    return short
 
 
 def slice_update(
@@ -254,7 +286,7 @@ def scatter_nd(
 
 
 ROWS: dict[str, OpRow] = {
-    "slice_by_index": row(slice_by_index, copies=True, view=True),
+    "slice_by_index": row(slice_by_index, copies=True, view=True, bind=_bind_slice),
     "slice_by_size": row(slice_by_size, copies=True, view=True),
     "slice_update": row(slice_update, copies=True, into=_update_into),
     "gather": row(gather, copies=True),

@@ -6,7 +6,8 @@ cores, (1536, 576) @ (576, 128): oneDNN's inner product 1.1 ms, `torch.mm` (MKL)
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +21,20 @@ _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def _onednn_linear() -> Callable[..., Tensor] | None:
+    """Return oneDNN's x @ weight^T + bias, or None where this torch has none."""
+    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return torch.ops.mkldnn._linear_pointwise.default
+    return None
 
 
-_ONEDNN = _has_onednn()
+_LINEAR = _onednn_linear()
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Multiply matrices: a (M, K) @ b (K, N), any strides."""
-    if _ONEDNN and a.dtype == torch.float32 and a.shape[0] > 1 and b.shape[1] > 1 and a.shape[1] > 1:
-        return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    if _LINEAR is not None and a.dtype == torch.float32 and 1 not in a.shape and b.shape[1] > 1:
+        return _LINEAR(a, b.t(), None, "none", [], "")
     return torch.mm(a, b)
 
 
@@ -150,17 +154,38 @@ def conv(
     return _CONV[spatial](x, weight, bias, steps, [before for before, _ in pairs], spacing, groups)
 
 
+def _bind_conv(
+    strides: Ints | None = None,
+    pad_type: str = "valid",
+    pad: Ints | None = None,
+    dilations: Ints | None = None,
+    groups: int = 1,
+) -> Callable[..., Tensor]:
+    """Return `conv` for constant params; one that only mixes channels is told by its kernel's size alone."""
+    full = partial(conv, strides=strides, pad_type=pad_type, pad=pad, dilations=dilations, groups=groups)
+    plain = groups == 1 and not (strides and max(strides) > 1) and (pad_type != "custom" or not pad or not any(pad))
+    if not plain:
+        return full
+
+    def either(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.numel() == weight.shape[0] * weight.shape[1]:
+            return _pointwise(x, weight, bias)
+        return full(x, weight, bias)
+
+    return either
+
+
 def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A 1x1 convolution as a matrix product: weight (O, I) @ x (I, positions) for each batch item."""
-    matrix = weight.reshape(weight.shape[0], weight.shape[1])
-    flat = x.reshape(x.shape[0], x.shape[1], -1)
-    if flat.shape[0] == 1:
-        out = product(matrix, flat[0])
+    batch, channels, *spatial = x.shape
+    matrix = weight.flatten(1)
+    if batch == 1:
+        out = product(matrix, x.reshape(channels, -1))
     else:
-        out = torch.matmul(matrix, flat)
+        out = torch.matmul(matrix, x.flatten(2))
     if bias is not None:
         out += bias.unsqueeze(-1)
-    return out.reshape(x.shape[0], weight.shape[0], *x.shape[2:])
+    return out.view(batch, -1, *spatial)
 
 
 def conv_transpose(
@@ -204,7 +229,7 @@ def conv_transpose(
 
 
 ROWS: dict[str, OpRow] = {
-    "conv": row(conv),
+    "conv": row(conv, bind=_bind_conv),
     "conv_transpose": row(conv_transpose),
     "linear": row(linear),
     "matmul": row(matmul),

@@ -15,10 +15,10 @@ Axes = Sequence[int] | None
 
 
 def _reduction(compute: Callable[[Tensor, list[int], bool], Tensor]) -> Callable[..., Tensor]:
-    """Wrap a float reduction over positive axes into MIL's calling form; integers go through float64."""
+    """Wrap a float reduction over a list of axes into MIL's calling form; integers go through float64."""
 
     def reduce(x: Tensor, *, axes: Axes = None, keep_dims: bool = False) -> Tensor:
-        dims = positive_axes(axes, x.dim())
+        dims = list(range(x.dim())) if axes is None else list(axes)
         if x.dtype.is_floating_point:
             return compute(x, dims, keep_dims)
         return compute(x.double(), dims, keep_dims).to(x.dtype)
@@ -27,7 +27,7 @@ def _reduction(compute: Callable[[Tensor, list[int], bool], Tensor]) -> Callable
 
 
 def _prod(x: Tensor, dims: list[int], keep: bool) -> Tensor:
-    for dim in reversed(dims):
+    for dim in reversed(positive_axes(dims, x.dim())):
         x = torch.prod(x, dim, keepdim=keep)
     return x
 

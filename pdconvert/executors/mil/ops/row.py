@@ -25,6 +25,7 @@ class OpRow:
         into: `fn` with one more positional argument after the tensors: an input to write the result
             into; None where there is no such form.
         targets: how many of the first tensors `into` may write into.
+        bind: takes the params and returns `fn` with them worked in; used where all params are constant.
     """
 
     fn: Callable[..., Any]
@@ -35,9 +36,12 @@ class OpRow:
     view: bool = False
     into: Callable[..., Any] | None = None
     targets: int = 1
+    bind: Callable[..., Callable[..., Any]] | None = None
 
 
-def row(fn: Callable[..., Any], *, copies: bool = False, view: bool = False, into: Any = None) -> OpRow:
+def row(
+    fn: Callable[..., Any], *, copies: bool = False, view: bool = False, into: Any = None, bind: Any = None
+) -> OpRow:
     """Make a row from a Python function: positional arguments are tensors, keyword-only ones params."""
     tensors, params, optional = [], [], 0
     for parameter in inspect.signature(fn).parameters.values():
@@ -46,7 +50,7 @@ def row(fn: Callable[..., Any], *, copies: bool = False, view: bool = False, int
             continue
         tensors.append(parameter.name)
         optional += parameter.default is None
-    return OpRow(fn, tuple(tensors), tuple(params), optional, copies=copies, view=view, into=into)
+    return OpRow(fn, tuple(tensors), tuple(params), optional, copies=copies, view=view, into=into, bind=bind)
 
 
 def builtin(fn: Callable[..., Any], tensors: str = "x", *, copies: bool = False, into: Any = None) -> OpRow:

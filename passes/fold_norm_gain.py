@@ -1,0 +1,47 @@
+"""Norm gains multiplied into the linears that read them: one elementwise op less per norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from pdconvert.blocks import rewrite
+from pdconvert.errors import InputError
+from pdconvert.program import Block
+
+
+@dataclass(frozen=True)
+class FoldNormGain:
+    """Fold the gain of every norm into the linears that alone read it.
+
+    Before: W · (g ⊙ norm(x)). After: (W · diag(g)) · norm(x), gain 1, in both halves of the pair.
+
+    It comes before quantize_weights, so that the product is what is quantized.
+    """
+
+    name: ClassVar[str] = "fold_norm_gain"
+    floor_db: ClassVar[float] = 80.0
+
+    def requires(self, block: Block) -> None:
+        if block.records:
+            raise InputError("fold_norm_gain must come before quantize_weights; move it up in the recipe")
+
+    def run(self, block: Block) -> Block:
+        module = rewrite(block.module, lambda part: None)
+        for norm_path, consumers in module.norm_consumers:
+            norm = module.get_submodule(norm_path)
+            for path in consumers:
+                linear = module.get_submodule(path)
+                shape = (1, -1) + (1,) * (linear.weight.dim() - 2)
+                weight = linear.weight.detach() * norm.weight.detach().view(shape)
+                linear._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+            norm._parameters["weight"] = nn.Parameter(torch.ones_like(norm.weight), requires_grad=False)
+            norm.gain_is_one = True
+        return replace(block, module=module)
+
+    def ensures(self, before: Block, after: Block) -> None:
+        for path, _ in after.module.norm_consumers:
+            assert after.module.get_submodule(path).gain_is_one, f"{path} keeps its gain"

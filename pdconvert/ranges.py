@@ -1,0 +1,78 @@
+"""Measured ranges of a checkpoint's activations: what `auto` options of passes decide on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdconvert.reference import Reference
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Peaks of absolute values over the probe and the held-out windows, in fp32.
+
+    Attributes:
+        residual_peak: of the residual stream, before and after every layer and between its two halves.
+        residual_where: the layer in which it peaks.
+        peaks: per layer, of every module's output, by module path; "" is the layer itself.
+    """
+
+    residual_peak: float
+    residual_where: str
+    peaks: dict[str, dict[str, float]]
+
+    def write(self, folder: Path) -> None:
+        """Save as ranges.json in a folder."""
+        (folder / "ranges.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Ranges:
+        """The reverse of `write`."""
+        return cls(**json.loads((folder / "ranges.json").read_text()))
+
+
+def measure_ranges(reference: Reference, sequences: Sequence[Sequence[int]], readers: Sequence[str]) -> Ranges:
+    """Run sequences through the reference and keep the peaks.
+
+    Args:
+        sequences: token ids, of any lengths.
+        readers: paths of the norms whose input is the residual stream.
+    """
+    states = [reference.embed(ids)[None] for ids in sequences]
+    residual, where = max(float(state.abs().max()) for state in states), "embedding"
+    peaks: dict[str, dict[str, float]] = {}
+    for index in range(len(reference.spec.layers)):
+        layer = reference.layer(index)
+        found: dict[str, float] = {}
+        hooks = _watch(layer, readers, found)
+        states = [reference.run(layer, state)[0] for state in states]
+        for hook in hooks:
+            hook.remove()
+        stream = max(found[""], *(found.pop(f"into {path}") for path in readers))
+        if stream > residual:
+            residual, where = stream, f"layers.{index}"
+        peaks[f"layers.{index}"] = found
+    return Ranges(residual, where, peaks)
+
+
+def _watch(layer: nn.Module, readers: Sequence[str], found: dict[str, float]) -> list[Any]:
+    def keep(name: str, value: Any) -> None:
+        tensor = value[0] if isinstance(value, tuple) else value
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            found[name] = max(found.get(name, 0.0), float(torch.nan_to_num(tensor.abs(), nan=torch.inf).max()))
+
+    hooks = [
+        part.register_forward_hook(lambda _, __, output, name=name: keep(name, output))
+        for name, part in layer.named_modules()
+    ]
+    for path in readers:
+        part = layer.get_submodule(path)
+        hooks.append(part.register_forward_pre_hook(lambda _, inputs, name=path: keep(f"into {name}", inputs)))
+    return hooks
