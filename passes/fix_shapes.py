@@ -13,7 +13,8 @@ from pdconvert.program import Block
 class FixShapes:
     """Fix the number of new tokens of a block; what is computed for real tokens must not depend on the padding.
 
-    Before: any number of tokens. After: exactly `tokens`, the probe padded up to it.
+    Before: any number of tokens. After: exactly `tokens`, the last chunk of a probe padded up to it, the chunks
+    before given as past.
 
     Source: Apple's engine rule 5: fully static shapes, one function per shape.
     """

@@ -40,4 +40,6 @@ class FoldAttentionScale:
         return folded
 
     def ensures(self, before: Block, after: Block) -> None:
-        assert isinstance(after.module, Head) or after.module.self_attn.scale == 1, "the scale is still applied"
+        assert isinstance(after.module, Head) or after.module.self_attn.scale == 1, (
+            "the scale is still applied"
+        )

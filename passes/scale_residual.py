@@ -48,7 +48,9 @@ class ScaleResidual:
         if self.factor == "auto":
             raise InputError("scale_residual: `auto` was not resolved; measure the ranges first")
         if self.factor <= 0 or math.frexp(self.factor)[0] != 0.5:
-            raise InputError(f"scale_residual: factor {self.factor} is not a power of two; use 0.5, 0.25, 0.125, …")
+            raise InputError(
+                f"scale_residual: factor {self.factor} is not a power of two; use 0.5, 0.25, 0.125, …"
+            )
         if block.layout.residual != 1:
             raise InputError("scale_residual is listed twice in the recipe")
 

@@ -29,7 +29,8 @@ class Ledger:
     def worst(self, name: str) -> Step:
         """The block in which a step did worst against the step before it; NaN is worst of all."""
         steps = [step for step in self.steps if step.step == name]
-        return min(steps, key=lambda step: -math.inf if math.isnan(step.previous_db) else step.previous_db)
+        broken = [step for step in steps if math.isnan(step.previous_db) or math.isnan(step.original_db)]
+        return broken[0] if broken else min(steps, key=lambda step: step.previous_db)
 
     def gates(self, adapted_db: float) -> list[Check]:
         """One check per step: its worst block against its floor, exact steps also against `adapted_db`."""
@@ -49,7 +50,8 @@ class Ledger:
         rows = []
         for name in self.names():
             step = self.worst(name)
-            original = min(other.original_db for other in self.steps if other.step == name)
+            originals = [other.original_db for other in self.steps if other.step == name]
+            original = math.nan if any(map(math.isnan, originals)) else min(originals)
             rows.append(
                 {"step": name, "block": step.block, "previous_db": step.previous_db, "original_db": original}
             )

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pdconvert.cache import open_cache
+from pdconvert.cases import graph_cache, make_cases
 from pdconvert.checks import Check, verdict
 from pdconvert.compile import CompiledBlock, Compiler
 from pdconvert.emit.manifest import Cost, Emitted, manifest, report, write_json
@@ -90,7 +90,7 @@ def build(
             decode = write_decode_folder(
                 folder / "decode", plan.decode_config, decode_tensors(plan, blocks), source
             )
-        cases = _cases(plan, texts, blocks, folder / "decode")
+        cases = make_cases(plan, texts, blocks, folder / "decode")
         write_vectors(folder / "test_vectors", cases, greedy)
         emitted = Emitted(plan, texts, hashes, blocks, decode, _store_hash(blocks), _eos(plan, tokenizer))
         write_json(folder / "manifest.json", manifest(folder, emitted, "fail", Cost(0, 0)))
@@ -193,60 +193,6 @@ def _store_hash(blocks: Sequence[CompiledBlock]) -> str:
     return total.hexdigest()
 
 
-def graph_cache(blocks: Sequence[CompiledBlock], name: str, size: int) -> np.ndarray:
-    """A stream's k or v of all layers in the graph's layout (1, L·heads, D, S), zero beyond the probe."""
-    layers = [block.caches()[name] for block in blocks if block.name.startswith("layers.")]
-    caches = torch.cat([layer.transpose(1, 2) for layer in layers])
-    padded = torch.zeros(1, caches.shape[0], caches.shape[1], size)
-    padded[0, :, :, : caches.shape[2]] = caches
-    return padded.numpy()
-
-
-def _cases(plan: Plan, texts: Texts, blocks: Sequence[CompiledBlock], decode: Path) -> list[Case]:
-    """One test vector per function that starts at position 0, on the probe."""
-    from pdconvert.runtime.embedding import HostEmbedding
-    from pdconvert.runtime.mask import causal_mask
-    from pdconvert.runtime.rope import rope_tables
-    from pdconvert.runtime.weights import DecodeWeights
-
-    prefill, gates = plan.recipe.prefill, plan.recipe.gates
-    cases = []
-    for shape in plan.shapes:
-        ids = texts.probe[: shape.tokens]
-        padded = np.array([[*ids, *[ids[-1]] * (shape.tokens - len(ids))]], np.int32)
-        rope = plan.spec.rope
-        cos, sin = rope_tables(rope.inv_freq, rope.attention_factor, 0, shape.tokens)
-        inputs = {"rope_cos": cos, "rope_sin": sin, "mask": causal_mask(0, 0, len(ids), shape.tokens)}
-        if prefill.embedding == "graph":
-            inputs["token_ids"] = padded
-        else:
-            embedding = HostEmbedding(DecodeWeights(decode), plan.embedding_scale)
-            inputs["hidden"] = embedding.hidden(ids, shape.tokens)
-        expected = {side: graph_cache(blocks, f"stored.{side}", shape.tokens) for side in ("k", "v")}
-        expected = {side: value[..., : shape.tokens] for side, value in expected.items()}
-        if prefill.outputs == "logits":
-            row = np.zeros((1, 1, shape.tokens, 1), np.float16)
-            row[0, 0, len(ids) - 1] = 1
-            inputs["row"] = row
-            expected["logits"] = _stored_logits(plan, blocks, len(ids) - 1)
-        floors = {"fp32": gates.graph_db, "fp16": gates.fp16_db}
-        cases.append(Case(shape.name, shape.name, ids, inputs, expected, dict.fromkeys(expected, floors)))
-    return cases
-
-
-def _stored_logits(plan: Plan, blocks: Sequence[CompiledBlock], row: int) -> np.ndarray:
-    """Logits (1, V, 1, 1) of one probe token through the stored weights, de-quantized."""
-    from pdconvert.reference import Reference
-
-    head = blocks[-1]
-    tensors = {
-        name: value.dequantize() if hasattr(value, "codes") else value.float()
-        for name, value in head.tensors().items()
-    }
-    hidden = head.streams().stored[0, row]
-    return Reference(plan.source, plan.family, plan.spec).logits(hidden, tensors).numpy().reshape(1, -1, 1, 1)
-
-
 def _verify(
     folder: Path,
     plan: Plan,
@@ -267,8 +213,10 @@ def _verify(
         for mode in ("fp32", "fp16"):
             checks += check_case(shipped, case, "mil", mode)
     if plan.quantized:
-        reference = {side: graph_cache(blocks, f"reference.{side}", len(texts.probe)) for side in ("k", "v")}
-        stored = {side: graph_cache(blocks, f"stored.{side}", len(texts.probe)) for side in ("k", "v")}
+        reference, stored = (
+            {side: graph_cache(blocks, f"{stream}.{side}") for side in ("k", "v")}
+            for stream in ("reference", "stored")
+        )
         checks += check_cost(reference, stored, shipped.layers, gates.kv_db)
     if not texts.windows:
         return checks
@@ -299,4 +247,6 @@ def _verify_pair(
     def reference_logits(index: int) -> Tensor:
         return compiler.reference.logits(windows[index, texts.split - 1 :], head)
 
-    return checks + check_pair(prefill, decode, texts.windows, texts.split, reference_logits, plan.recipe.gates)
+    return checks + check_pair(
+        prefill, decode, texts.windows, texts.split, reference_logits, plan.recipe.gates
+    )

@@ -64,7 +64,7 @@ class Plan:
             return chosen
         if block == f"layers.{len(self.spec.layers) - 1}" and self.recipe.prefill.outputs == "kv":
             chosen = (*chosen, TruncateLastLayer())
-        return (*chosen, FixShapes(tokens=max(shape.tokens for shape in self.shapes)))
+        return (*chosen, FixShapes(tokens=max(shape.tokens for shape in self.shapes if not shape.past)))
 
     @property
     def embedding_scale(self) -> float:
@@ -127,8 +127,8 @@ def make_plan(recipe: Recipe, source: Source) -> Plan:
             "recipe: quantize_weights.granularity per_group is not for the package: integer weights in groups are "
             "reported silently wrong on the ANE (coremltools#2510); use per_channel"
         )
-    if any(function.past for function in prefill.functions):
-        raise InputError("recipe: functions with a past are not supported yet; use {tokens: N} only")
+    if all(function.past for function in prefill.functions):
+        raise InputError("recipe: prefill.functions needs one without past tokens, such as {tokens: 128}")
     if prefill.kv.storage != "io":
         raise InputError("recipe: prefill.kv.storage=state is not supported yet; use io")
     if spec.tied and recipe.decode.embedding_bits != recipe.decode.head_bits:
@@ -176,13 +176,18 @@ def _ranges(plan: Plan, texts: Texts, cache: Cache, hashes: dict[str, str]) -> R
 
 def make_texts(plan: Plan, tokenizer: Tokenizer | None) -> Texts:
     """Tokenize the project's texts, or draw seeded tokens where there is no tokenizer."""
-    split = max(shape.tokens for shape in plan.shapes if not shape.past)
-    length = min(split - split // 16, plan.spec.max_positions) or 1
+    chunk = max(shape.tokens for shape in plan.shapes if not shape.past)
+    past = max(shape.past for shape in plan.shapes)
+    # One call is padded; with a past there are two, the second on the whole first and padded.
+    length = (
+        min(chunk + chunk * 3 // 4 if past >= chunk else chunk - chunk // 16, plan.spec.max_positions) or 1
+    )
+    split = 2 * chunk if past >= chunk else chunk
     if tokenizer is None:
         draw = random.Random(0)
         return Texts(tuple(draw.randrange(plan.spec.vocab_size) for _ in range(length)), (), split, (), "")
     probe = _repeat(tokenizer.encode(plan.recipe.probe.text or text.PROBE), length)
-    prompts = tuple((prompt, tuple(tokenizer.encode(prompt)[:split])) for prompt in text.PROMPTS)
+    prompts = tuple((prompt, tuple(tokenizer.encode(prompt)[:chunk])) for prompt in text.PROMPTS)
     if plan.source.random:
         return Texts(probe, (), split, prompts, "")
     held_out, digest = text.held_out()

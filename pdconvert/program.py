@@ -12,8 +12,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from pdconvert.blocks import Head, KeysValuesLayer, Layout
-from pdconvert.errors import InputError
+from pdconvert.blocks import Head, KeysValuesLayer, Layout, rotate
 from pdconvert.measure import sqnr_db
 from pdconvert.model import LayerSpec
 from pdconvert.quant.grid import QuantizedLinear
@@ -40,6 +39,11 @@ class Probe:
     positions: Tensor
     cos: Tensor
     sin: Tensor
+
+    def part(self, start: int, end: int) -> Probe:
+        """Tokens start … end − 1."""
+        tokens = slice(start, end)
+        return Probe(self.hidden[:, tokens], self.positions[tokens], self.cos[tokens], self.sin[tokens])
 
 
 @dataclass(frozen=True)
@@ -78,18 +82,25 @@ class Block:
         return replace(self, module=module, layout=layout)
 
     def run(self, probe: Probe) -> dict[str, Tensor]:
-        """Run the block on a probe in whatever form it has.
+        """Run the block on a probe in whatever form it has; a static shape takes a longer probe in chunks.
 
         Returns:
             hidden (1, S, H), k and v (1, heads, S, D), or logits (1, S, V): Hugging Face's layout.
-
-        Raises:
-            InputError: the probe has more tokens than the block's static shape.
         """
         length = probe.hidden.shape[1]
         size = self.tokens or length
-        if length > size:
-            raise InputError(f"block {self.name} takes {size} tokens, the probe has {length}")
+        chunks: list[dict[str, Tensor]] = []
+        past: tuple[Tensor, Tensor] | None = None
+        for start in range(0, length, size):
+            chunk = probe.part(start, min(start + size, length))
+            chunks.append(self._run_chunk(chunk, size, past))
+            if start + size < length and "k" in self.outputs:
+                past = self._extend(past, chunks[-1], chunk)
+        return {name: torch.cat([chunk[name] for chunk in chunks], -2) for name in self.outputs}
+
+    def _run_chunk(self, probe: Probe, size: int, past: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
+        """One call of the block; `past` holds rotated keys and values, (1, heads, P, D)."""
+        length = probe.hidden.shape[1]
         hidden = _pad(probe.hidden, size) * self.layout.residual
         if self.layout.channels_first:
             hidden = hidden.transpose(1, 2)[:, :, None, :]
@@ -100,11 +111,23 @@ class Block:
             elif isinstance(self.module, KeysValuesLayer):
                 result = self.module(hidden, self._rope(probe, size))
             else:
-                result = self.module(hidden, self._rope(probe, size), self._mask(size))
+                held = past and tuple(self._plain("k", part) for part in past)
+                mask = self._mask(size, past[0].shape[2] if past else 0)
+                result = self.module(hidden, self._rope(probe, size), mask, held)
         return {
             name: self._plain(name, value)[..., :length, :]
             for name, value in zip(self.outputs, result, strict=True)
         }
+
+    def _extend(
+        self, past: tuple[Tensor, Tensor] | None, new: Mapping[str, Tensor], probe: Probe
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = new["k"], new["v"]
+        if self.layout.raw_keys:
+            keys = rotate(keys, probe.cos[None, None], probe.sin[None, None], axis=3)
+        if past is None:
+            return keys, values
+        return torch.cat((past[0], keys), 2), torch.cat((past[1], values), 2)
 
     def _rope(self, probe: Probe, size: int) -> tuple[Tensor, ...]:
         if not self.layout.rope_inputs:
@@ -113,16 +136,16 @@ class Block:
         cos, sin = (_pad(table[None, None], size) for table in (probe.cos, probe.sin))
         return (cos.transpose(2, 3), sin.transpose(2, 3)) if self.layout.heads_first else (cos, sin)
 
-    def _mask(self, size: int) -> Tensor:
-        mask = torch.full((size, size), MASKED).triu(1)[None, None]
+    def _mask(self, size: int, past: int) -> Tensor:
+        mask = torch.full((size, past + size), MASKED).triu(past + 1)[None, None]
         return mask.transpose(2, 3) if self.layout.heads_first else mask
 
     def _plain(self, name: str, value: Tensor) -> Tensor:
+        """An output in Hugging Face's layout; for k and v the change is its own inverse."""
         if name in ("k", "v"):
             return value.transpose(2, 3) if self.layout.heads_first else value
         plain = value[:, :, 0, :].transpose(1, 2) if self.layout.channels_first else value
         return plain / self.layout.residual if name == "hidden" else plain
-
 
     def times(self, module: nn.Module, name: str, factor: float) -> Block:
         """This block with a stored tensor multiplied in the graph alone; the other half keeps it as stored.

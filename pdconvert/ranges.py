@@ -38,7 +38,9 @@ class Ranges:
         return cls(**json.loads((folder / "ranges.json").read_text()))
 
 
-def measure_ranges(reference: Reference, sequences: Sequence[Sequence[int]], readers: Sequence[str]) -> Ranges:
+def measure_ranges(
+    reference: Reference, sequences: Sequence[Sequence[int]], readers: Sequence[str]
+) -> Ranges:
     """Run sequences through the reference and keep the peaks.
 
     Args:
@@ -66,7 +68,9 @@ def _watch(layer: nn.Module, readers: Sequence[str], found: dict[str, float]) ->
     def keep(name: str, value: Any) -> None:
         tensor = value[0] if isinstance(value, tuple) else value
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            found[name] = max(found.get(name, 0.0), float(torch.nan_to_num(tensor.abs(), nan=torch.inf).max()))
+            found[name] = max(
+                found.get(name, 0.0), float(torch.nan_to_num(tensor.abs(), nan=torch.inf).max())
+            )
 
     hooks = [
         part.register_forward_hook(lambda _, __, output, name=name: keep(name, output))
@@ -74,5 +78,7 @@ def _watch(layer: nn.Module, readers: Sequence[str], found: dict[str, float]) ->
     ]
     for path in readers:
         part = layer.get_submodule(path)
-        hooks.append(part.register_forward_pre_hook(lambda _, inputs, name=path: keep(f"into {name}", inputs)))
+        hooks.append(
+            part.register_forward_pre_hook(lambda _, inputs, name=path: keep(f"into {name}", inputs))
+        )
     return hooks

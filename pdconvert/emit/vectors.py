@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from pdconvert import schema
@@ -101,25 +102,29 @@ def read_vectors(folder: Path) -> tuple[list[Case], list[GreedyCase]]:
     Raises:
         InputError: a file is missing, damaged, outside the folder or of a newer schema.
     """
-    cases = []
-    for line in _read_json(folder / INDEX)["cases"]:
-        parts = {part: load_file(_inside(folder, line[part])) for part in ("inputs", "expected")}
-        cases.append(
-            Case(
-                line["name"],
-                line["function"],
-                tuple(line["token_ids"]),
-                **parts,
-                tolerances=line["tolerances"],
-            )
-        )
-    greedy = [
-        GreedyCase(
-            item["prompt"], tuple(item["prompt_ids"]), tuple(item["token_ids"]), tuple(item["margins"])
-        )
-        for item in _read_json(folder / TOKENS)["prompts"]
-    ]
-    return cases, greedy
+    index, tokens = _read_json(folder / INDEX), _read_json(folder / TOKENS)
+    try:
+        return [_case(folder, line) for line in index["cases"]], [_greedy(item) for item in tokens["prompts"]]
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{folder}: {error} is missing or of another form; build again") from error
+
+
+def _case(folder: Path, line: Mapping[str, Any]) -> Case:
+    parts = {part: _load(_inside(folder, line[part])) for part in ("inputs", "expected")}
+    ids = tuple(line["token_ids"])
+    return Case(line["name"], line["function"], ids, **parts, tolerances=line["tolerances"])
+
+
+def _greedy(item: Mapping[str, Any]) -> GreedyCase:
+    ids, continuation = tuple(item["prompt_ids"]), tuple(item["token_ids"])
+    return GreedyCase(item["prompt"], ids, continuation, tuple(item["margins"]))
+
+
+def _load(path: Path) -> dict[str, np.ndarray]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise InputError(f"{path}: damaged ({error}); build again") from error
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

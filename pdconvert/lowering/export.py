@@ -66,6 +66,7 @@ def export_block(block: Block, rope_dims: int, shape: FunctionShape) -> BlockGra
     form.block = skeleton
     with torch.no_grad():
         program = torch.export.export(form.eval(), example_inputs(block, rope_dims, shape))
+    program.graph.eliminate_dead_code()  # rotated keys, say, where raw ones are the output
     names = program.graph_signature.inputs_to_parameters
     parameters = {placeholder: name.removeprefix(PREFIX) for placeholder, name in names.items()}
     return BlockGraph(program.graph, parameters, tuple(program.graph_signature.user_inputs))

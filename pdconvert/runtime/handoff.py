@@ -52,6 +52,14 @@ class KeysValues:
         """
         return cls(_by_layer(keys, layers, tokens), _by_layer(values, layers, tokens), form, start)
 
+    def graph_keys(self) -> np.ndarray:
+        """Keys in the graph's layout, (1, layers · kv_heads, head_dim, n)."""
+        return np.concatenate([layer.swapaxes(2, 3) for layer in self.keys], 1)
+
+    def graph_values(self) -> np.ndarray:
+        """Values in the graph's layout."""
+        return np.concatenate([layer.swapaxes(2, 3) for layer in self.values], 1)
+
 
 def _by_layer(x: np.ndarray, layers: int, tokens: int) -> tuple[np.ndarray, ...]:
     _, rows, dim, columns = x.shape

@@ -80,22 +80,9 @@ class Manifest:
         return self.build / DECODE_FOLDER
 
     @property
-    def prompt_limit(self) -> int:
-        """Longest prompt that one call without past tokens can take."""
-        return max((function.tokens for function in self.functions.values() if not function.past), default=0)
-
-    def prefill_function(self, tokens: int) -> Function:
-        """The smallest function without past tokens that holds `tokens` tokens.
-
-        Raises:
-            InputError: there is none.
-        """
-        fitting = [item for item in self.functions.values() if not item.past and item.tokens >= tokens]
-        if not fitting:
-            raise InputError(
-                f"{self.build} has no function that prefills {tokens} tokens at once; build one with it"
-            )
-        return min(fitting, key=lambda item: item.tokens)
+    def longest_past(self) -> int:
+        """Most past tokens that any function takes."""
+        return max(function.past for function in self.functions.values())
 
 
 def read_manifest(build: Path) -> Manifest:

@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from pdconvert.errors import CheckFailed, InputError
+from pdconvert.runtime.chunks import plan_chunks, reach
 from pdconvert.runtime.embedding import HostEmbedding
 from pdconvert.runtime.handoff import KeysValues
 from pdconvert.runtime.manifest import Function, Manifest, Port
-from pdconvert.runtime.mask import causal_mask
-from pdconvert.runtime.rope import rope_tables
+from pdconvert.runtime.mask import MASKED, causal_mask
+from pdconvert.runtime.rope import rope_tables, rotate_half_split
 
 
 class Session(Protocol):
@@ -35,6 +36,8 @@ class Prefill:
         manifest: of the build.
         embedding: the host's embedding table.
         open_session: opens a function; called at its first use.
+        limit: longest prompt, in tokens.
+        rope: cos and sin (1, 1, D_rot, P) fp16 of all positions that a call can see.
     """
 
     manifest: Manifest
@@ -43,6 +46,12 @@ class Prefill:
 
     def __post_init__(self) -> None:
         self._sessions: dict[str, Session] = {}
+        self._masks: dict[str, np.ndarray] = {}
+        functions = self.manifest.functions.values()
+        self.limit = reach(functions)
+        longest = self.limit + max(function.tokens for function in functions)
+        rope = self.manifest.rope
+        self.rope = rope_tables(rope.inv_freq, rope.attention_factor, 0, longest)
 
     def session(self, function: Function) -> Session:
         """The session of a function, opened once."""
@@ -54,44 +63,60 @@ class Prefill:
         """K and V of all prompt tokens but the last, with which decode begins.
 
         Args:
-            prompt: token ids, from one to the manifest's `prompt_limit`.
+            prompt: token ids, from one to the `limit`.
 
         Returns:
             The keys and values of len(prompt) − 1 tokens; None for a prompt of one token.
 
         Raises:
-            InputError: no tokens, more than one call takes, or one outside the vocabulary.
+            InputError: no tokens, or more than the functions reach.
             CheckFailed: the package gives values that are not finite.
         """
         if not prompt:
             raise InputError("the prompt is empty: it has no token")
-        limit = self.manifest.prompt_limit
-        if len(prompt) > limit:
+        if len(prompt) > self.limit:
             raise InputError(
-                f"the prompt has {len(prompt)} tokens, and this build prefills at most {limit} in one call; "
-                "shorten the prompt, or build with a longer prefill function"
+                f"the prompt has {len(prompt)} tokens, and the functions of this build hold {self.limit}; "
+                "shorten the prompt, or build with a function that has a longer past"
             )
-        outside = [token for token in prompt if not 0 <= token < self.manifest.vocab_size]
-        if outside:
-            size = self.manifest.vocab_size
-            raise InputError(f"the prompt holds token id {outside[0]}, and the vocabulary ends at {size - 1}")
-        ids = list(prompt[:-1])
-        if not ids:
-            return None
-        function = self.manifest.prefill_function(len(ids))
-        inputs = {port.name: self._input(port, ids, function) for port in function.inputs}
-        outputs = self.session(function).run(inputs)
-        keys, values = (self._output(name, outputs, function) for name in ("k", "v"))
-        return KeysValues.from_graph(keys, values, self.manifest.layers, len(ids), self.manifest.key_form)
+        outside = next((item for item in prompt if not 0 <= item < self.manifest.vocab_size), None)
+        if outside is not None:
+            last = self.manifest.vocab_size - 1
+            raise InputError(f"the prompt holds token id {outside}, and the vocabulary ends at {last}")
+        return self.extend(None, prompt[:-1]) if len(prompt) > 1 else None
 
-    def _input(self, port: Port, ids: list[int], function: Function) -> np.ndarray:
-        """The value of one input for a call without past tokens."""
+    def extend(self, past: KeysValues | None, ids: Sequence[int]) -> KeysValues:
+        """K and V of `ids` on top of `past`, both together; `past` is not changed.
+
+        Raises:
+            InputError: no tokens, or more than the functions reach.
+            CheckFailed: the package gives values that are not finite.
+        """
+        manifest = self.manifest
+        done = past.tokens if past is not None else 0
+        buffer = _Past(manifest, past)
+        for chunk in plan_chunks(manifest.functions.values(), done, len(ids)):
+            function, start = chunk.function, chunk.start
+            part = list(ids[start - done : start - done + chunk.length])
+            inputs = {port.name: self._input(port, part, start, function, buffer) for port in function.inputs}
+            outputs = self.session(function).run(inputs)
+            keys, values = (self._output(name, outputs, function) for name in ("k", "v"))
+            buffer.append(keys[..., : chunk.length], values[..., : chunk.length], self.rope)
+        return KeysValues.from_graph(
+            buffer.keys(), buffer.values(), manifest.layers, buffer.length, manifest.key_form
+        )
+
+    def _input(self, port: Port, ids: list[int], start: int, function: Function, past: _Past) -> np.ndarray:
+        """The value of one input for a call at position `start`."""
+        span = slice(start, start + function.tokens)
         build: dict[str, Callable[[], np.ndarray]] = {
             "hidden": lambda: self.embedding.hidden(ids, function.tokens),
             "token_ids": lambda: _padded(ids, function.tokens),
-            "rope_cos": lambda: self._rope(function)[0],
-            "rope_sin": lambda: self._rope(function)[1],
-            "mask": lambda: causal_mask(0, function.past, len(ids), function.tokens),
+            "rope_cos": lambda: self.rope[0][..., span],
+            "rope_sin": lambda: self.rope[1][..., span],
+            "mask": lambda: self._mask(start, function),
+            "past_k": lambda: past.columns(past.graph_keys, function.past),
+            "past_v": lambda: past.columns(past.graph_values, function.past),
             "row": lambda: _one_hot(len(ids) - 1, function.tokens),
         }
         if port.role not in build:
@@ -105,9 +130,14 @@ class Prefill:
             )
         return value
 
-    def _rope(self, function: Function) -> tuple[np.ndarray, np.ndarray]:
-        rope = self.manifest.rope
-        return rope_tables(rope.inv_freq, rope.attention_factor, 0, function.tokens)
+    def _mask(self, start: int, function: Function) -> np.ndarray:
+        """The function's mask for `start` past tokens: one buffer, of which only the past rows change."""
+        if function.name not in self._masks:
+            self._masks[function.name] = causal_mask(0, function.past, function.tokens, function.tokens)
+        mask = self._masks[function.name]
+        mask[0, 0, : min(start, function.past)] = 0
+        mask[0, 0, min(start, function.past) : function.past] = MASKED
+        return mask
 
     def _output(self, name: str, outputs: Mapping[str, Any], function: Function) -> np.ndarray:
         """`k` or `v`, (1, layers · kv_heads, head_dim, S), finite."""
@@ -126,6 +156,66 @@ class Prefill:
                 f"{function.name}: output {port.name} is not finite; run `pdconvert verify` on this build"
             )
         return value
+
+
+class _Past:
+    """K and V so far, in the graph's layout, in buffers that grow by doubling.
+
+    Attributes:
+        length: tokens so far.
+        graph_keys, graph_values: what the graph takes as past: rotated keys, values.
+    """
+
+    def __init__(self, manifest: Manifest, past: KeysValues | None):
+        self.length = 0
+        self._raw = manifest.key_form == "raw"
+        shape = (1, manifest.layers * manifest.kv_heads, manifest.head_dim, 0)
+        self.graph_keys = self.graph_values = self._raw_keys = np.zeros(shape, np.float16)
+        if past is not None:
+            cos, sin = rope_tables(manifest.rope.inv_freq, manifest.rope.attention_factor, 0, past.tokens)
+            self.append(past.graph_keys(), past.graph_values(), (cos, sin))
+
+    def append(self, keys: np.ndarray, values: np.ndarray, rope: tuple[np.ndarray, np.ndarray]) -> None:
+        """Add the new columns of a call; raw keys are turned here for the graph's next past.
+
+        Args:
+            keys, values: (1, L·H_kv, D, n).
+            rope: tables of all positions from 0 on.
+        """
+        end = self.length + keys.shape[-1]
+        if end > self.graph_keys.shape[-1]:
+            size = max(end, 2 * self.graph_keys.shape[-1])
+            self.graph_keys, self.graph_values = (
+                _grown(x, size) for x in (self.graph_keys, self.graph_values)
+            )
+            self._raw_keys = _grown(self._raw_keys, size) if self._raw else self.graph_keys
+        span = slice(self.length, end)
+        self._raw_keys[..., span] = keys
+        self.graph_values[..., span] = values
+        if self._raw:
+            self.graph_keys[..., span] = rotate_half_split(keys, rope[0][..., span], rope[1][..., span])
+        self.length = end
+
+    def keys(self) -> np.ndarray:
+        """All keys as the graph gave them, (1, L·H_kv, D, n)."""
+        return self._raw_keys[..., : self.length]
+
+    def values(self) -> np.ndarray:
+        """All values, (1, L·H_kv, D, n)."""
+        return self.graph_values[..., : self.length]
+
+    def columns(self, buffer: np.ndarray, capacity: int) -> np.ndarray:
+        """The first `capacity` columns of a buffer, zero beyond the tokens so far."""
+        if buffer.shape[-1] >= capacity:
+            return buffer[..., :capacity]
+        return _grown(buffer, capacity)
+
+
+def _grown(buffer: np.ndarray, size: int) -> np.ndarray:
+    """A copy with `size` columns, new ones zero."""
+    grown = np.zeros((*buffer.shape[:-1], size), buffer.dtype)
+    grown[..., : buffer.shape[-1]] = buffer
+    return grown
 
 
 def _padded(ids: list[int], tokens: int) -> np.ndarray:

@@ -36,3 +36,13 @@ def rope_tables(
     return (np.cos(angles) * attention_factor).astype(dtype), (np.sin(angles) * attention_factor).astype(
         dtype
     )
+
+
+def rotate_half_split(keys: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """RoPE in the half-split form on keys (1, heads, D, S), with tables (1, 1, D_rot, S); computed in fp32."""
+    dims = cos.shape[2]
+    turning = keys[:, :, :dims].astype(np.float32)
+    half = dims // 2
+    swapped = np.concatenate((-turning[:, :, half:], turning[:, :, :half]), 2)
+    turned = turning * cos.astype(np.float32) + swapped * sin.astype(np.float32)
+    return np.concatenate((turned.astype(keys.dtype), keys[:, :, dims:]), 2)

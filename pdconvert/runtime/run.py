@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdconvert.runtime.chunks import plan_chunks
 from pdconvert.runtime.embedding import HostEmbedding
 from pdconvert.runtime.generate import Sampling, StopReason, generate
 from pdconvert.runtime.manifest import Function, Manifest, read_manifest
@@ -120,7 +121,7 @@ class Pair:
 
         embedding = HostEmbedding(DecodeWeights(manifest.decode), manifest.embedding_scale)
         prefill = Prefill(manifest, embedding, open_function)
-        session = prefill.session(manifest.prefill_function(1))
+        session = prefill.session(plan_chunks(manifest.functions.values(), 0, 1)[0].function)
         tokenizer = Tokenizer(manifest.decode)
         generation = manifest.decode / "generation_config.json"
         named = eos_token_ids(

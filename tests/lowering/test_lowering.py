@@ -10,7 +10,16 @@ from checkpoints import MemorySource, layer_block, random_source, reference_of
 from lowered import FULL, Call, Form, call, inputs, lowering, package, run
 from torch import Tensor, nn
 
-from passes import EagerGqaAttention, LinearToConv2d, QuantizeWeights, RopeAsInput, SafeRmsNorm
+from passes import (
+    EagerGqaAttention,
+    FoldAttentionScale,
+    FoldNormGain,
+    LinearToConv2d,
+    QuantizeWeights,
+    RopeAsInput,
+    SafeRmsNorm,
+    ScaleResidual,
+)
 from pdconvert.errors import InputError
 from pdconvert.families import llama
 from pdconvert.lowering.contract import FunctionShape
@@ -221,6 +230,40 @@ def loud(reference: Reference, factor: float) -> Reference:
         for name, value in reference.source.values.items()
     }
     return reference_of(MemorySource(CONFIG, values))
+
+
+FOLDING = {
+    "gains": (FoldNormGain(),),
+    "attention scale": (FoldAttentionScale(),),
+    "residual": (ScaleResidual(0.125),),
+    "all": (FoldNormGain(), FoldAttentionScale(), ScaleResidual(0.125)),
+}
+
+
+@pytest.mark.parametrize("embedding", ["host", "graph"])
+@pytest.mark.parametrize("scheme", ["none", "w8a16"])
+@pytest.mark.parametrize("case", list(FOLDING))
+def test_what_is_folded_into_the_weights_gives_the_same_numbers(
+    case: str, scheme: str, embedding: str, reference: Reference, prompt: Call, tmp_path: Path
+) -> None:
+    form = Form((*FULL, *FOLDING[case]), scheme, outputs="logits", embedding=embedding)
+    opened = package(tmp_path / "x.mlpackage", reference, form)
+    got = run(opened, PREFILL.name, inputs(reference, form, PREFILL, prompt), 12)
+    assert_close(prompt, got, 30 if scheme == "w8a16" else 55)
+
+
+def test_a_scaled_residual_stream_survives_what_exceeds_fp16_itself(
+    reference: Reference, tmp_path: Path
+) -> None:
+    model = loud(reference, 60000.0)
+    prompt = call(model, list(range(10)))
+    found = []
+    for passes in (FULL, (*FULL, ScaleResidual(2.0**-8))):
+        form = Form(passes, outputs="logits")
+        opened = package(tmp_path / f"{len(passes)}.mlpackage", model, form)
+        got = run(opened, PREFILL.name, inputs(model, form, PREFILL, prompt), 10, "fp16")
+        found.append(sqnr_db(prompt.logits[-1], got["logits"][0, :, 0, 0]))
+    assert not found[0] > 10 and found[1] > 40, found
 
 
 class Strange(nn.Module):

@@ -107,7 +107,7 @@ def test_one_token_needs_no_prefill(build):
 
 
 def test_prompts_that_are_too_long_name_the_limit(build):
-    message = "the prompt has 129 tokens, and this build prefills at most 128 in one call"
+    message = "the prompt has 129 tokens, and the functions of this build hold 128; shorten the prompt"
     with pytest.raises(InputError, match=f"^{message}"):
         open_prefill(build, None).run(prompt(129))
     with pytest.raises(InputError, match="^the prompt is empty"):

@@ -35,20 +35,6 @@ def test_a_failed_build_is_read(tmp_path, content):
     assert read_manifest(write(tmp_path, content | {"verdict": "fail"})).verdict == "fail"
 
 
-def test_the_smallest_function_that_fits_is_taken(tmp_path, content):
-    content["prefill"]["functions"]["extend_16_ctx64"] = content["prefill"]["functions"]["prefill_32"] | {
-        "sequence_length": 16,
-        "past_length": 64,
-    }
-    manifest = read_manifest(write(tmp_path, content))
-    assert manifest.prompt_limit == 128
-    assert [manifest.prefill_function(n).name for n in (1, 32, 33, 128)] == ["prefill_32"] * 2 + [
-        "prefill_128"
-    ] * 2
-    with pytest.raises(InputError, match="has no function that prefills 129 tokens at once"):
-        manifest.prefill_function(129)
-
-
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [

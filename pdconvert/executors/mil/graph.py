@@ -36,6 +36,7 @@ class OpInfo:
         op_type: MIL op type.
         outputs: names of its outputs.
         types: their types.
+        inputs: names of the run-time values it takes.
     """
 
     function: str
@@ -43,13 +44,14 @@ class OpInfo:
     op_type: str
     outputs: tuple[str, ...]
     types: tuple[ValueInfo, ...]
+    inputs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         name = f" {self.outputs[0]!r}" if self.outputs else ""
         return f"op {self.op_type}{name} (number {self.position} of function {self.function})"
 
 
-@dataclass
+@dataclass(eq=False)
 class Step:
     """One op of the plan.
 
@@ -101,7 +103,6 @@ class Plan:
         statics: constants by slot.
         inputs: slot of each function input.
         outputs: slot of each function output.
-        copied_outputs: outputs that share memory with an input, a constant or a state.
     """
 
     steps: list[Step]
@@ -109,7 +110,6 @@ class Plan:
     statics: dict[int, Static]
     inputs: dict[str, int]
     outputs: dict[str, int]
-    copied_outputs: frozenset[str]
 
 
 class PlanBuilder:
@@ -147,14 +147,20 @@ class PlanBuilder:
                 op.type,
                 tuple(o.name for o in op.outputs),
                 tuple(_types(op, position)),
+                self._computed_inputs(op),
             )
             try:
                 self._add(op, where)
             except InputError as error:
                 raise InputError(f"{self._package.path}: {where}: {error}") from error
         outputs = {name: self._slot(self._named[name]) for name in block.outputs}
-        copied = _Liveness(self._steps, self._infos, inputs, outputs, set(self._statics)).apply()
-        return Plan(self._steps, len(self._infos), self._statics, inputs, outputs, copied)
+        _Liveness(self._steps, self._infos, inputs, outputs, set(self._statics)).apply()
+        return Plan(self._steps, len(self._infos), self._statics, inputs, outputs)
+
+    def _computed_inputs(self, op: Any) -> tuple[str, ...]:
+        """Names of the run-time values that an op takes, each once, in order."""
+        names = [binding.name for argument in op.inputs.values() for binding in argument.arguments]
+        return tuple(dict.fromkeys(name for name in names if isinstance(self._named.get(name), int)))
 
     def _new_slot(self, info: ValueInfo) -> int:
         slot = len(self._infos)
@@ -300,7 +306,6 @@ class _Liveness:
     ) -> None:
         self._steps = steps
         self._infos = infos
-        self._outputs = outputs
         self._statics = statics
         self._end = len(steps)
         self._last: dict[int, int] = {}
@@ -316,8 +321,8 @@ class _Liveness:
         self._joined: dict[tuple[str, Any], tuple[str, Any]] = {}
         self._live_until: dict[tuple[str, Any], int] = {}
 
-    def apply(self) -> frozenset[str]:
-        """Fill in the steps; returns the outputs that must be copied before they are handed out."""
+    def apply(self) -> None:
+        """Fill in the steps."""
         freed: dict[int, list[int]] = {}
         for slot, last in self._last.items():
             if last < self._end and slot not in self._statics:
@@ -330,7 +335,6 @@ class _Liveness:
                 self._write(step)
             else:
                 self._op(index, step)
-        return frozenset(name for name, slot in self._outputs.items() if self._root_of(slot)[0] != "fresh")
 
     def _root_of(self, slot: int) -> tuple[str, Any]:
         root = self._root.get(slot, ("fresh", slot))
@@ -383,11 +387,12 @@ class _Liveness:
     def _returns_to_state(self, index: int, slot: int, state: str) -> bool:
         """Whether the next step that touches `state` writes the value of `slot` to it."""
         carriers = {slot}
-        for step in self._steps[index + 1 :]:
+        for place in range(index + 1, self._end):
+            step = self._steps[place]
             if step.state == state:
                 return step.kind == "write" and step.args[0] in carriers
             chained = step.info.op_type == "slice_update" and step.args[0] in carriers
-            if chained and self._last[step.args[0]] == self._steps.index(step):
+            if chained and self._last[step.args[0]] == place:
                 carriers.add(step.outs[0])
         return False
 

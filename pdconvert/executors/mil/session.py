@@ -1,6 +1,6 @@
 """Run one function of a package."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ MODES = ("fp32", "fp16")
 State = dict[str, torch.Tensor]
 """Buffers of a function's states by name; a call updates them in place."""
 
-OnOp = Callable[[OpInfo, tuple[torch.Tensor, ...]], None]
-"""Called after each op with its outputs, which it must neither change nor keep."""
+_Entry = tuple[Step, Call | None, list[int], tuple[int, ...]]
+"""A step, its closure (None for reads and writes of states), constants to load, slots to free."""
 
 
 class MilSession:
@@ -82,13 +82,8 @@ class MilSession:
         """Return the function's states, all zero."""
         return {name: _zeros(info) for name, info in self.function.states.items()}
 
-    @torch.inference_mode()
     def run(
-        self,
-        inputs: Mapping[str, np.ndarray | torch.Tensor],
-        state: State | None = None,
-        *,
-        on_op: OnOp | None = None,
+        self, inputs: Mapping[str, np.ndarray | torch.Tensor], state: State | None = None
     ) -> dict[str, torch.Tensor]:
         """Run the function once.
 
@@ -96,7 +91,6 @@ class MilSession:
             inputs: every input by name. Floats of any width are taken for float inputs.
             state: buffers from `make_state`, updated in place; needed where the function has states.
                 After an error their content is undefined.
-            on_op: called after each op.
 
         Returns:
             Outputs by name: floats as float32 (with fp16 values in fp16 mode), integers in their type.
@@ -106,32 +100,81 @@ class MilSession:
             InputError: an input that is missing, left over or of the wrong shape or type, or an op that
                 fails on these inputs; the message names it.
         """
+        with torch.inference_mode():
+            registers = self._registers(inputs)
+            self._run(registers, self._check_state(state))
+        return self._outputs(registers)
+
+    def steps(
+        self,
+        inputs: Mapping[str, np.ndarray | torch.Tensor],
+        state: State | None = None,
+        *,
+        outputs: dict[str, torch.Tensor] | None = None,
+    ) -> Iterator[tuple[OpInfo, tuple[torch.Tensor, ...]]]:
+        """Run the function op by op, as `run` does.
+
+        Args:
+            inputs: as in `run`.
+            state: as in `run`.
+            outputs: filled with what `run` returns when the last op has run.
+
+        Yields:
+            Each op with its outputs, which must neither be changed nor kept.
+
+        Raises:
+            InputError: as in `run`.
+        """
         buffers = self._check_state(state)
-        plan, program = self.plan, self._program
-        registers = self._base.copy()
-        self._bind(inputs, registers)
+        with torch.inference_mode():
+            registers = self._registers(inputs)
+        for entry in self._program:
+            with torch.inference_mode():
+                self._run(registers, buffers, [entry], free=False)
+            yield entry[0].info, tuple(registers[slot] for slot in entry[0].outs)
+            for slot in entry[3]:
+                registers[slot] = None
+        if outputs is not None:
+            outputs.update(self._outputs(registers))
+
+    def _run(
+        self, registers: list[Any], buffers: State, program: list[_Entry] | None = None, free: bool = True
+    ) -> None:
+        """Run entries of the program (all where None) on registers."""
         step = None
         try:
-            for step, call, loads, frees in program:
+            for step, call, loads, frees in self._program if program is None else program:
                 if loads:
                     self._load(loads, registers)
                 call(registers) if call is not None else self._touch_state(step, registers, buffers)
-                if on_op is not None:
-                    on_op(step.info, tuple(registers[slot] for slot in step.outs))
-                for slot in frees:
-                    registers[slot] = None
                 if loads:
                     self._drop(loads, registers)
+                if free:
+                    for slot in frees:
+                        registers[slot] = None
         except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as error:
             detail = str(error).strip().splitlines() or [type(error).__name__]
-            where = step.info if step is not None else "the first op"
-            raise InputError(f"{self.package.path}: {where} failed: {detail[0]}") from error
-        return {name: self._output(name, slot, registers) for name, slot in plan.outputs.items()}
+            raise InputError(f"{self.package.path}: {step and step.info} failed: {detail[0]}") from error
+
+    def _registers(self, inputs: Mapping[str, Any]) -> list[Any]:
+        """Return fresh registers that hold the inputs and the constants that the cache keeps."""
+        if not self._base:
+            self._base = [None] * self.plan.slots
+        registers = self._base.copy()
+        self._bind(inputs, registers)
+        return registers
+
+    def _outputs(self, registers: list[Any]) -> dict[str, torch.Tensor]:
+        """Copy the outputs out; the registers may hold views of inputs, constants or states."""
+        self._load([slot for slot in self.plan.outputs.values() if registers[slot] is None], registers)
+        return {
+            name: registers[slot].clone(memory_format=torch.contiguous_format)
+            for name, slot in self.plan.outputs.items()
+        }
 
     @cached_property
-    def _program(self) -> list[tuple[Step, Call | None, list[int], tuple[int, ...]]]:
-        """Each step with its closure (None for reads and writes of states), constants to load, slots to free."""
-        self._base = [None] * self.plan.slots
+    def _program(self) -> list[_Entry]:
+        """The steps, compiled."""
         return [
             (step, compile_step(step) if step.kind == "op" else None, list(step.loads), step.frees)
             for step in self.plan.steps
@@ -161,11 +204,6 @@ class MilSession:
             return
         whole = data.is_contiguous() and data.untyped_storage().nbytes() == data.numel() * data.element_size()
         buffers[step.state] = data if whole and not step.copies_data else data.clone()
-
-    def _output(self, name: str, slot: int, registers: list[Any]) -> torch.Tensor:
-        self._load([slot], registers)
-        value = registers[slot]
-        return value.clone() if name in self.plan.copied_outputs else value.contiguous()
 
     def _check_state(self, state: State | None) -> State:
         if not self.function.states:

@@ -5,7 +5,6 @@ shown as it stands. Constants are values, not ops; `constexpr_*` ops are ops who
 Weights are read only where `Value.array` is called.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -342,11 +341,3 @@ def walk_back(value: Value, through: frozenset[str], depth: int) -> Iterator[Op]
 def reads_state(value: Value) -> bool:
     """Whether a value is the content of a state."""
     return value.maker is not None and value.maker.type in _STATE_SOURCES
-
-
-def block_of(name: str) -> str:
-    """The block that an op's name tells, e.g. `layers.3` for `layers_3_mlp_silu`; empty where it tells none."""
-    found = re.match(r"(?:model_)?(layers|h|blocks|head|embedding)(?:_(\d+))?(?=_|$)", name)
-    if found is None:
-        return ""
-    return found[1] + (f".{found[2]}" if found[2] else "")

@@ -163,7 +163,11 @@ def _bind_conv(
 ) -> Callable[..., Tensor]:
     """Return `conv` for constant params; one that only mixes channels is told by its kernel's size alone."""
     full = partial(conv, strides=strides, pad_type=pad_type, pad=pad, dilations=dilations, groups=groups)
-    plain = groups == 1 and not (strides and max(strides) > 1) and (pad_type != "custom" or not pad or not any(pad))
+    plain = (
+        groups == 1
+        and not (strides and max(strides) > 1)
+        and (pad_type != "custom" or not pad or not any(pad))
+    )
     if not plain:
         return full
 
@@ -185,7 +189,7 @@ def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = torch.matmul(matrix, x.flatten(2))
     if bias is not None:
         out += bias.unsqueeze(-1)
-    return out.view(batch, -1, *spatial)
+    return out.view(batch, weight.shape[0], *spatial)
 
 
 def conv_transpose(

@@ -1,0 +1,95 @@
+"""Test vectors from the streams of a compiled model: the calls that a build replays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pdconvert.compile import CompiledBlock
+from pdconvert.emit.vectors import Case
+from pdconvert.lowering.contract import FunctionShape
+from pdconvert.prepare import Plan, Texts
+from pdconvert.quant.grid import QuantizedLinear
+from pdconvert.reference import Reference
+from pdconvert.runtime.embedding import HostEmbedding
+from pdconvert.runtime.mask import causal_mask
+from pdconvert.runtime.rope import rope_tables, rotate_half_split
+from pdconvert.runtime.weights import DecodeWeights
+
+
+def graph_cache(blocks: Sequence[CompiledBlock], name: str) -> np.ndarray:
+    """A stream's k or v of all layers in the graph's layout, (1, L·heads, D, T) fp32."""
+    layers = [block.caches()[name] for block in blocks if block.name.startswith("layers.")]
+    return torch.cat([layer.transpose(1, 2) for layer in layers])[None].numpy()
+
+
+def make_cases(plan: Plan, texts: Texts, blocks: Sequence[CompiledBlock], decode: Path) -> list[Case]:
+    """One test vector per function, on the probe: from position 0, or on as much past as the probe has.
+
+    Expected values come from the stored weights, de-quantized, in fp32.
+
+    Args:
+        decode: the decode folder, whose embedding the host uses.
+    """
+    streams = {side: graph_cache(blocks, f"stored.{side}") for side in ("k", "v")}
+    embedding = HostEmbedding(DecodeWeights(decode), plan.embedding_scale)
+    return [_case(plan, texts, blocks, shape, streams, embedding) for shape in plan.shapes]
+
+
+def _case(
+    plan: Plan,
+    texts: Texts,
+    blocks: Sequence[CompiledBlock],
+    shape: FunctionShape,
+    streams: dict[str, np.ndarray],
+    embedding: HostEmbedding,
+) -> Case:
+    prefill, rope = plan.recipe.prefill, plan.spec.rope
+    chunk = max(other.tokens for other in plan.shapes if not other.past)
+    start = min(shape.past, chunk, len(texts.probe) - 1)
+    ids = texts.probe[start : start + shape.tokens]
+    cos, sin = rope_tables(rope.inv_freq, rope.attention_factor, start, shape.tokens)
+    mask = causal_mask(start, shape.past, len(ids), shape.tokens)
+    inputs = {"rope_cos": cos, "rope_sin": sin, "mask": mask}
+    if prefill.embedding == "graph":
+        inputs["token_ids"] = np.array([[*ids, *[ids[-1]] * (shape.tokens - len(ids))]], np.int32)
+    else:
+        inputs["hidden"] = embedding.hidden(ids, shape.tokens)
+    if shape.past:
+        keys = streams["k"][..., :start]
+        if prefill.kv.rope == "raw":
+            keys = rotate_half_split(
+                keys, *rope_tables(rope.inv_freq, rope.attention_factor, 0, start, np.float32)
+            )
+        inputs["past_k"] = _columns(keys, shape.past).astype(np.float16)
+        inputs["past_v"] = _columns(streams["v"][..., :start], shape.past).astype(np.float16)
+    expected = {
+        side: _columns(value[..., start : start + len(ids)], shape.tokens) for side, value in streams.items()
+    }
+    if prefill.outputs == "logits":
+        inputs["row"] = np.zeros((1, 1, shape.tokens, 1), np.float16)
+        inputs["row"][0, 0, len(ids) - 1] = 1
+        expected["logits"] = _stored_logits(plan, blocks, start + len(ids) - 1)
+    floors = {"fp32": plan.recipe.gates.graph_db, "fp16": plan.recipe.gates.fp16_db}
+    return Case(shape.name, shape.name, ids, inputs, expected, dict.fromkeys(expected, floors))
+
+
+def _columns(cache: np.ndarray, size: int) -> np.ndarray:
+    """The cache with `size` columns, zero beyond its own."""
+    columns = np.zeros((*cache.shape[:-1], size), cache.dtype)
+    columns[..., : cache.shape[-1]] = cache
+    return columns
+
+
+def _stored_logits(plan: Plan, blocks: Sequence[CompiledBlock], row: int) -> np.ndarray:
+    """Logits (1, V, 1, 1) of one probe token through the stored weights, de-quantized."""
+    head = blocks[-1]
+    tensors = {
+        name: value.dequantize() if isinstance(value, QuantizedLinear) else value.float()
+        for name, value in head.tensors().items()
+    }
+    hidden = head.streams().stored[0, row]
+    return Reference(plan.source, plan.family, plan.spec).logits(hidden, tensors).numpy().reshape(1, -1, 1, 1)

@@ -1,0 +1,161 @@
+"""Run the rules over a package and group what they find."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pdconvert.errors import InputError
+from pdconvert.executors.mil.package import Package
+from pdconvert.executors.mil.view import PackageView, view_package
+from pdconvert.lint.rule import FAILING, SEVERITIES, Found, Rule, Severity
+from pdconvert.lint.rules import RULES
+from pdconvert.lint.targets import CHIP_NAMES, SYSTEM_NAMES, Targets, read_targets
+from pdconvert.schema import read_manifest
+
+NOTE = "Rules name what is known to prevent or slow execution on the Neural Engine; none says that anything will run there."
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something was found: an op's output, an input, a state, an output or a file."""
+
+    name: str
+    op: str
+    shape: tuple[int, ...] | None
+    dtype: str | None
+
+
+@dataclass
+class Finding:
+    """Equal findings of one rule in one function.
+
+    Attributes:
+        rule, severity, title, source, mend: the rule's.
+        function: name of the function; None for the package.
+        found: what was found.
+        count: how many times.
+        places: the first of them.
+        chips: chips that it concerns.
+        systems: systems that it concerns.
+    """
+
+    rule: str
+    severity: Severity
+    title: str
+    source: str
+    mend: str
+    function: str | None
+    found: str
+    chips: tuple[str, ...]
+    systems: tuple[str, ...]
+    count: int = 0
+    places: list[Place] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the rules found in one package.
+
+    Attributes:
+        path: the package.
+        targets: what it was checked for.
+        findings: in the order of the rules.
+    """
+
+    path: Path
+    targets: Targets
+    findings: list[Finding]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no finding is fatal or silent."""
+        return not any(finding.severity in FAILING for finding in self.findings)
+
+    def counts(self) -> dict[Severity, int]:
+        """Number of places by severity, the worst first."""
+        return {
+            severity: sum(f.count for f in self.findings if f.severity == severity) for severity in SEVERITIES
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "path": str(self.path),
+            "verdict": "pass" if self.passed else "fail",
+            "chips": list(self.targets.chips),
+            "systems": list(self.targets.systems),
+            "counts": self.counts(),
+            "findings": [asdict(finding) for finding in self.findings],
+            "note": NOTE,
+        }
+
+
+def lint_path(path: Path, targets: Sequence[str] = (), rules: Sequence[Rule] = RULES) -> Report:
+    """Check a `.mlpackage`, or the package of a build folder.
+
+    Args:
+        path: the package or build.
+        targets: names of chips and systems; see `read_targets`.
+        rules: the rules to apply.
+
+    Raises:
+        InputError: neither lies there, a part is missing or damaged, or a target is unknown.
+    """
+    package = view_package(Package.open(_package_path(path)))
+    chosen = read_targets(targets, package.system)
+    return Report(package.package.path, chosen, list(find(package, chosen, rules)))
+
+
+def find(package: PackageView, targets: Targets, rules: Sequence[Rule] = RULES) -> Iterator[Finding]:
+    """Apply rules to a package; equal findings of a function are one, with a count."""
+    for rule in rules:
+        if rule.on_package is not None:
+            yield from _grouped(rule, None, rule.on_package(package), targets)
+        if rule.on_function is not None:
+            for function in package.functions:
+                yield from _grouped(rule, function.name, rule.on_function(function), targets)
+
+
+def _grouped(rule: Rule, function: str | None, found: Iterator[Found], targets: Targets) -> list[Finding]:
+    groups: dict[Any, Finding] = {}
+    for one in found:
+        chips = _both(_both(one.chips or CHIP_NAMES, rule.chips), targets.chips)
+        systems = _both(_both(one.systems or SYSTEM_NAMES, rule.systems), targets.systems)
+        if not chips or not systems:
+            continue
+        finding = groups.setdefault(
+            (one.text, chips, systems),
+            Finding(
+                rule.id, rule.severity, rule.title, rule.source, rule.mend, function, one.text, chips, systems
+            ),
+        )
+        finding.count += 1
+        if len(finding.places) < SHOWN:
+            finding.places.append(_place(one))
+    return list(groups.values())
+
+
+def _place(found: Found) -> Place:
+    value = found.value or (found.op.out if found.op is not None and found.op.outputs else None)
+    return Place(
+        name=found.name or (found.op.name if found.op is not None else ""),
+        op=found.op.type if found.op is not None else "",
+        shape=value.shape if value is not None else None,
+        dtype=value.dtype if value is not None else None,
+    )
+
+
+def _both(names: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name in others)
+
+
+def _package_path(path: Path) -> Path:
+    if (path / "manifest.json").is_file():
+        return path / read_manifest(path)["prefill"].get("package", "prefill.mlpackage")
+    if path.suffix == ".mlmodelc":
+        raise InputError(f"{path} is compiled for one device; give the .mlpackage that it was made from")
+    if path.is_dir() and not (path / "Manifest.json").is_file():
+        raise InputError(f"{path} is neither a build (no manifest.json) nor an .mlpackage (no Manifest.json)")
+    return path
