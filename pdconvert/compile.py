@@ -131,6 +131,18 @@ class Compiler:
             blocks.append(block)
         return blocks
 
+    def made_by(self) -> dict[str, dict[str, str]]:
+        """Which pass each module of a block comes from, or "family"; blocks of equal form share one entry.
+
+        Returns:
+            "layers" and "head" → module path → name.
+        """
+        blocks = {block.name: block for block in self.skeletons("logits")}
+        return {
+            name: {path: _maker(part) for path, part in block.module.named_modules() if path}
+            for name, block in (("layers", blocks["layers.0"]), ("head", blocks["head"]))
+        }
+
     def _base_key(self) -> str:
         """A hash over all inputs of all blocks: the checkpoint, what is asked for, and this program itself."""
         passes = {name: [repr(p) for p in value] for name, value in sorted(self.graph_passes.items())}
@@ -240,6 +252,14 @@ class Compiler:
         with torch.device("meta"):
             module = Head(spec.hidden_size, spec.vocab_size, spec.norm_eps, spec.head_bias)
         return _block("head", module, tensors, spec.layers[-1], Layout())
+
+
+def _maker(part: nn.Module) -> str:
+    """The pass that a module's class belongs to, or "family"."""
+    module = type(part).__module__
+    if module.startswith("passes."):
+        return module.removeprefix("passes.")
+    return "linear_to_conv2d" if isinstance(part, nn.Conv2d) else "family"
 
 
 def _block(

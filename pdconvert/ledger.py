@@ -27,10 +27,10 @@ class Ledger:
         return list(dict.fromkeys(step.step for step in self.steps))
 
     def worst(self, name: str) -> Step:
-        """The block in which a step did worst against the step before it; NaN is worst of all."""
+        """The block in which a step did worst against the step before it and its floor; NaN is worst of all."""
         steps = [step for step in self.steps if step.step == name]
         broken = [step for step in steps if math.isnan(step.previous_db) or math.isnan(step.original_db)]
-        return broken[0] if broken else min(steps, key=lambda step: step.previous_db)
+        return broken[0] if broken else min(steps, key=lambda step: step.previous_db - step.floor_db)
 
     def gates(self, adapted_db: float) -> list[Check]:
         """One check per step: its worst block against its floor, exact steps also against `adapted_db`."""

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,7 +92,8 @@ def build(
             )
         cases = make_cases(plan, texts, blocks, folder / "decode")
         write_vectors(folder / "test_vectors", cases, greedy)
-        emitted = Emitted(plan, texts, hashes, blocks, decode, _store_hash(blocks), _eos(plan, tokenizer))
+        store_hash, eos = _store_hash(blocks), _eos(plan, tokenizer)
+        emitted = Emitted(plan, texts, hashes, blocks, decode, store_hash, compiler.made_by(), eos)
         write_json(folder / "manifest.json", manifest(folder, emitted, "fail", Cost(0, 0)))
 
         with progress.stage("verify the shipped files"):
@@ -204,14 +205,16 @@ def _verify(
 ) -> list[Check]:
     """Run the shipped files against the test vectors and, for real weights, on held-out text."""
     from pdconvert.runtime.manifest import read_manifest
-    from pdconvert.verify import check_case, check_cost
+    from pdconvert.verify import check_case, check_cost, fp16_fault
 
     gates, shipped = plan.recipe.gates, read_manifest(folder)
     check_store_equality(folder / "decode", decode_tensors(plan, blocks))
     checks: list[Check] = []
     for case in cases:
-        for mode in ("fp32", "fp16"):
-            checks += check_case(shipped, case, "mil", mode)
+        checks += check_case(shipped, case, "mil", "fp32")
+        found = check_case(shipped, case, "mil", "fp16")
+        fault = None if all(check.passed for check in found) else fp16_fault(shipped, case)
+        checks += [replace(check, hint=fault.sentence()) for check in found] if fault else found
     if plan.quantized:
         reference, stored = (
             {side: graph_cache(blocks, f"{stream}.{side}") for side in ("k", "v")}

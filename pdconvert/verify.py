@@ -20,6 +20,7 @@ from pdconvert.runtime.manifest import Function, Manifest, read_manifest
 
 if TYPE_CHECKING:
     from pdconvert.executors.mlx import DecodeModel
+    from pdconvert.forensics import Fault
     from pdconvert.recipe.model import Gates
     from pdconvert.runtime.prefill import Prefill, Session
 
@@ -46,6 +47,16 @@ def per_layer_db(expected: np.ndarray, got: Tensor, layers: int, tokens: int) ->
     broken = [index for index, value in enumerate(by_layer) if math.isnan(value)]
     worst = broken[0] if broken else int(np.argmin(by_layer))
     return PerLayer(sqnr_db(want, have), by_layer[worst], worst)
+
+
+def fp16_fault(manifest: Manifest, case: Case) -> Fault | None:
+    """Trace a case in both arithmetics and name the first op at fault."""
+    from pdconvert.executors.mil import Package
+    from pdconvert.executors.mil.trace import Tracer
+    from pdconvert.forensics import find_fault
+
+    trace = Tracer(Package.open(manifest.package), case.function, weight_cache_bytes=0).run(case.inputs)
+    return find_fault(trace.rows, manifest.made_by)
 
 
 def check_case(manifest: Manifest, case: Case, executor: str, mode: str) -> list[Check]:

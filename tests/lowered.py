@@ -21,7 +21,9 @@ from passes import (
 )
 from pdconvert.compile import stored_tensors, unrotate
 from pdconvert.executors.mil import MilSession, Package
+from pdconvert.families import llama
 from pdconvert.lowering.contract import FunctionShape
+from pdconvert.measure import sqnr_db
 from pdconvert.program import Block, Pass, Probe
 from pdconvert.quant.store import Stored
 from pdconvert.quiet import quiet_coremltools
@@ -32,9 +34,24 @@ quiet_coremltools()
 from pdconvert.emit.coreml import write_package  # noqa: E402
 from pdconvert.lowering.assemble import Lowering  # noqa: E402
 
+CONFIG = {
+    **llama.TINY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "head_dim": 16,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+"""A head's attention scale, 0.25, is exact in fp16."""
+
+PREFILL = FunctionShape(16)
+
 FULL: tuple[Pass, ...] = (LinearToConv2d(), EagerGqaAttention(), SafeRmsNorm(), RopeAsInput())
 """The passes of a usual recipe, but for the quantizer."""
 
+
+FP16_WEIGHTS_DB = 60
+"""Loss to fp16 weights in fp32 arithmetic; the tiny models here reach about 67."""
 
 FOR_HEADS = ("linear_to_conv2d", "safe_rms_norm", "fold_norm_gain")
 
@@ -190,3 +207,11 @@ def run(
 def operations(opened: Package, function: str | None = None) -> list[Any]:
     """The operations of a function's protobuf block, in order."""
     return list(opened.block(function or opened.default_function).operations)
+
+
+def assert_close(new: Call, got: dict[str, Tensor], floor_db: float = FP16_WEIGHTS_DB) -> None:
+    """Compare the outputs of a package with Hugging Face's."""
+    found = {"k": sqnr_db(new.keys, got["k"]), "v": sqnr_db(new.values, got["v"])}
+    if "logits" in got:
+        found["logits"] = sqnr_db(new.logits[-1], got["logits"][0, :, 0, 0])
+    assert min(found.values()) > floor_db, found

@@ -93,6 +93,16 @@ def test_a_recipe_raises_the_gate_of_exact_steps_but_not_of_the_quantizer() -> N
     assert [check.passed for check in ledger.gates(100.0)] == [False, True]
 
 
+def test_the_worst_block_is_the_one_nearest_to_its_own_floor() -> None:
+    """Layers at eight bits and a head in fp16 have different floors for the same step."""
+    layer, head = (
+        step("layers.0", "quantize_weights", 33.0, floor=25.0),
+        step("head", "quantize_weights", 45.0, floor=50.0),
+    )
+    (check,) = Ledger([layer, head]).gates(60.0)
+    assert not check.passed and check.floor == 50.0 and "head" in check.name
+
+
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("where", ["previous", "original"])
 def test_nan_in_any_block_fails_its_step(where: str, order: int) -> None:

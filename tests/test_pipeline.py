@@ -146,7 +146,12 @@ def test_the_norm_matters_in_fp16(tmp_path):
     """A residual stream above 256 overflows a squared norm; the row-maximum norm survives it."""
     for name, passes in (("safe", ("safe_rms_norm",)), ("plain", ())):
         path = loud_checkpoint(tmp_path / f"{name}-source", LOUD_EMBEDDING, "kv", passes)
-        assert build(load_recipe(str(path)), tmp_path / name).verdict == ("pass" if passes else "fail")
+        result = build(load_recipe(str(path)), tmp_path / name)
+        assert result.verdict == ("pass" if passes else "fail")
+    assert (
+        "mul layers_0_input_layernorm_mul of block layers.0, made by family, overflows fp16" in result.summary
+    )
+    assert "use the pass safe_rms_norm" in result.summary
 
 
 LOUD_EMBEDDING = {"model.embed_tokens.weight": 5000.0}
@@ -186,7 +191,9 @@ def test_a_residual_stream_beyond_fp16_is_scaled(tmp_path):
     scale = {"scale_residual": {"factor": "auto"}}
     plain = loud_checkpoint(tmp_path / "plain", LOUD_LAYER, "logits", (safe,))
     scaled = loud_checkpoint(tmp_path / "scaled", LOUD_LAYER, "logits", (safe, scale))
-    assert build(load_recipe(str(plain)), tmp_path / "a").verdict == "fail"
+    failed = build(load_recipe(str(plain)), tmp_path / "a")
+    assert failed.verdict == "fail"
+    assert "scale_residual" in failed.summary
     result = build(load_recipe(str(scaled)), tmp_path / "b")
     assert result.verdict == "pass", result.summary
     assert min(fp16_values(tmp_path / "b").values()) >= 40
@@ -199,7 +206,11 @@ def test_passes_that_fold_change_nothing(tmp_path):
         tmp_path / "fold",
         {},
         "logits",
-        ("fold_attention_scale", {"safe_rms_norm": {"method": "auto"}}, {"scale_residual": {"factor": 0.125}}),
+        (
+            "fold_attention_scale",
+            {"safe_rms_norm": {"method": "auto"}},
+            {"scale_residual": {"factor": 0.125}},
+        ),
     )
     data = json.loads(path.read_text())
     data["passes"].insert(1, "fold_norm_gain")

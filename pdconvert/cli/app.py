@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from pdconvert import __version__
-from pdconvert.cli import build, doctor, inspect, lint, listing, run, verify
+from pdconvert.cli import build, doctor, exec, inspect, lint, listing, run, verify
 from pdconvert.errors import PdconvertError
 from pdconvert.process import exit_on_sigterm
 
@@ -35,6 +35,7 @@ SUBCOMMANDS: tuple[click.Command, ...] = (
     run.command,
     verify.command,
     inspect.command,
+    exec.command,
     lint.command,
     listing.command,
     doctor.command,

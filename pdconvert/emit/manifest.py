@@ -39,6 +39,7 @@ class Emitted:
 
     Attributes:
         store_hash: SHA-256 over the quantized store, from which both halves were written.
+        made_by: which pass each module comes from, by block.
         eos_token_ids: every token that ends a text.
     """
 
@@ -48,6 +49,7 @@ class Emitted:
     blocks: Sequence[CompiledBlock]
     decode: DecodeFolder
     store_hash: str
+    made_by: dict[str, dict[str, str]]
     eos_token_ids: tuple[int, ...]
 
 
@@ -126,6 +128,7 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             "layout": "1, layer*kv_head, head_dim, token",
         },
         "quantization": {"quantized": plan.quantized, "bits_per_weight": bits_per_weight(emitted.blocks)},
+        "made_by": emitted.made_by,
         "eos_token_ids": list(emitted.eos_token_ids),
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,

@@ -123,4 +123,6 @@ def all_logits(function: FunctionView) -> Iterator[Found]:
         channels = max(value.shape)
         rows = value.elements // channels
         if channels >= LARGE_HEAD and rows > 1 and value.maker is not None:
-            yield Found(f"output of {rows} rows with {channels} channels", value.maker, name=name, value=value)
+            yield Found(
+                f"output of {rows} rows with {channels} channels", value.maker, name=name, value=value
+            )

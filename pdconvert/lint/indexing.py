@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pdconvert.executors.mil.values import RUN_TIME
 from pdconvert.executors.mil.view import FunctionView, Op
 from pdconvert.lint.rule import Found, function_rule
-from pdconvert.lint.targets import CHIPS
+from pdconvert.lint.targets import CHIPS, SLICES
 
 ANEMLL_NOTES = "Anemll, notes for contributors (documentation)"
 UINT16_ROWS = 65536
@@ -16,10 +16,8 @@ _BOUNDS = {
     "slice_by_size": ("begin", "size"),
     "slice_update": ("begin", "end", "stride"),
 }
-_ARITHMETIC = frozenset(
-    "add sub mul floor_div mod maximum minimum range_1d cumsum greater greater_equal less less_equal equal "
-    "not_equal select logical_and logical_or logical_not".split()
-)
+_ARITHMETIC = ("add", "sub", "mul", "floor_div", "mod", "maximum", "minimum", "range_1d", "cumsum", "select")
+_COMPARISONS = ("greater", "greater_equal", "less", "less_equal", "equal", "not_equal")
 
 
 @function_rule(
@@ -58,7 +56,7 @@ def gather_ids(function: FunctionView) -> Iterator[Found]:
     "slice-saturation",
     "silent",
     title="A slice of the last axis that does not begin at 0 turns values beyond 4094 into infinity",
-    source=f"{CHIPS[0].slice_saturates.source}, measured on M1 and M2",
+    source=SLICES,
     mend="slice another axis, for instance the channel axis (pass eager_gqa_attention), or from 0",
     chips=tuple(chip.name for chip in CHIPS if chip.slice_saturates.value),
 )
@@ -75,7 +73,9 @@ def slice_saturation(function: FunctionView) -> Iterator[Found]:
             continue
         begin = _last_begin(op, x.shape[-1])
         if begin != 0:
-            yield Found(f"{op.type} of the last axis from {'a run-time place' if begin is None else begin}", op)
+            yield Found(
+                f"{op.type} of the last axis from {'a run-time place' if begin is None else begin}", op
+            )
 
 
 @function_rule(
@@ -88,7 +88,9 @@ def slice_saturation(function: FunctionView) -> Iterator[Found]:
 def run_time_bounds(function: FunctionView) -> Iterator[Found]:
     """`slice_by_index`, `slice_by_size` or `slice_update` with computed bounds."""
     for op in function.of_type(*_BOUNDS):
-        computed = [n for n in _BOUNDS[op.type] if any(not value.is_constant for value in op.inputs.get(n, ()))]
+        computed = [
+            n for n in _BOUNDS[op.type] if any(not value.is_constant for value in op.inputs.get(n, ()))
+        ]
         if computed:
             yield Found(f"{op.type} with {' and '.join(computed)} known at run time only", op)
 
@@ -115,8 +117,8 @@ def scatter(function: FunctionView) -> Iterator[Found]:
 )
 def integer_ops(function: FunctionView) -> Iterator[Found]:
     """Arithmetic, comparison or selection with a computed int32 operand or result."""
-    for op in function.computed_ops:
-        if op.type in _ARITHMETIC and any(v.dtype == "int32" for v in (*op.computed(), *op.outputs)):
+    for op in function.of_type(*_ARITHMETIC, *_COMPARISONS):
+        if any(v.dtype == "int32" for v in (*op.computed(), *op.outputs)):
             yield Found(f"{op.type} on int32", op)
 
 

@@ -63,7 +63,8 @@ def io_last_axis(function: FunctionView) -> Iterator[Found]:
             used = value.shape[-1] * dtypes.BY_NAME[value.dtype].bits // 8
             padded = -(-used // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             if padded != used:
-                text = f"{role} of type {value.dtype}, last axis {value.shape[-1]}: {padded / used:.3g} times the memory"
+                times = f"{padded / used:.3g} times the memory"
+                text = f"{role} of type {value.dtype}, last axis {value.shape[-1]}: {times}"
                 yield Found(text, name=name, value=value)
 
 
@@ -80,7 +81,7 @@ def inner_last_axis(function: FunctionView) -> Iterator[Found]:
         for value in op.outputs:
             if value.dtype in ENGINE_TYPES and value.shape[-1:] == (1,) and value.elements > 1:
                 if not function.is_output(value):
-                    yield Found(f"{op.type} with a last axis of 1", op, value=value)
+                    yield Found("last axis of 1", op, value=value)
                 break
 
 

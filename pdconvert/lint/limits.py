@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pdconvert.executors.mil.view import FunctionView, Op, PackageView, Value
 from pdconvert.lint.rule import Found, function_rule, package_rule
-from pdconvert.lint.targets import CHIPS, SYSTEM_NAMES, Chip
+from pdconvert.lint.targets import ANEFORGE, CHIPS, SILICON, SYSTEM_NAMES, Chip
 
 MANY_LAYERS = 15
 _ACTIVATIONS = ("silu", "gelu", "relu", "swish")
@@ -14,8 +14,8 @@ _ACTIVATIONS = ("silu", "gelu", "relu", "swish")
     "axis-limit",
     "fatal",
     title="No axis of a tensor may exceed the limit of the chip",
-    source=f"{CHIPS[0].axis_limit.source}; {CHIPS[2].axis_limit.source.partition(': ')[2].partition(';')[0]}; on M2 and M3"
-    " 65536 for the channel axis; more-ane-transformers: `Output blob dimensions exceed ANE limit` for a linear of 50257",
+    source=f"{SILICON}: 16384 through A15 and M1, 65536 for the channel axis on M2, 65536 from A16; {ANEFORGE} for M3"
+    " to M5; more-ane-transformers: `Output blob dimensions exceed ANE limit` for a linear of 50257 (documentation)",
     mend="split the op along the axis (for a head: pass split_head), or leave logits out (prefill.outputs: kv)",
 )
 def axis_limit(function: FunctionView) -> Iterator[Found]:
@@ -32,7 +32,9 @@ def _beyond(value: Value, op: Op | None, name: str) -> Iterator[Found]:
         channel = len(value.shape) == 4 and axis == 1
         chips = tuple(chip.name for chip in CHIPS if size > _limit(chip, channel))
         if chips:
-            yield Found(f"{'channel axis' if channel else 'axis'} {axis} of {size}", op, name, value, chips=chips)
+            yield Found(
+                f"{'channel axis' if channel else 'axis'} {axis} of {size}", op, name, value, chips=chips
+            )
 
 
 def _limit(chip: Chip, channel: bool) -> int:

@@ -13,7 +13,10 @@ from pdconvert.lint.rules import RULES
 from pdconvert.lint.targets import CHIP_NAMES, SYSTEM_NAMES, Targets, read_targets
 from pdconvert.schema import read_manifest
 
-NOTE = "Rules name what is known to prevent or slow execution on the Neural Engine; none says that anything will run there."
+NOTE = (
+    "Rules name what is known to prevent or slow execution on the Neural Engine; none says that anything will run"
+    " there."
+)
 SHOWN = 5
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pdconvert.executors.mil.view import FunctionView, Op, Value, reads_state, walk_back
 from pdconvert.lint.paths import LAYOUT_OPS
 from pdconvert.lint.rule import Found, function_rule
-from pdconvert.lint.targets import CHIPS
+from pdconvert.lint.targets import CHIPS, STATES
 
 MAX_STATES = 2
 STATE_STEP = 32
@@ -28,7 +28,7 @@ def state_count(function: FunctionView) -> Iterator[Found]:
     "state-shapes",
     "fatal",
     title="States of unlike shapes fail",
-    source=CHIPS[0].equal_states.source,
+    source=STATES,
     mend="give all states one shape, padded if need be",
     chips=tuple(chip.name for chip in CHIPS if chip.equal_states.value),
 )
@@ -36,7 +36,9 @@ def state_shapes(function: FunctionView) -> Iterator[Found]:
     """States that differ in shape."""
     shapes = sorted({value.shape for value in function.states.values()})
     if len(shapes) > 1:
-        yield Found(f"states of {len(shapes)} shapes: {', '.join(map(str, shapes))}", name=next(iter(function.states)))
+        yield Found(
+            f"states of {len(shapes)} shapes: {', '.join(map(str, shapes))}", name=next(iter(function.states))
+        )
 
 
 @function_rule(
@@ -84,7 +86,9 @@ def _is_shifted_state(value: Value, joined: Op) -> bool:
     x = op.input("x")
     if x is None or begin is None or len(begin) <= axis or mask[axis] or begin[axis] <= 0:
         return False
-    return reads_state(x) or any(reads_state(maker.out) for maker in walk_back(x, LAYOUT_OPS, 8) if maker.outputs)
+    return reads_state(x) or any(
+        reads_state(maker.out) for maker in walk_back(x, LAYOUT_OPS, 8) if maker.outputs
+    )
 
 
 def _has_tied_head(function: FunctionView) -> bool:

@@ -61,6 +61,12 @@ class Chip:
     equal_states: Fact[bool]
 
 
+SLICES = f"{SILICON}: measured on M1 and M2"
+STATES = "Anemll: states of unlike shapes fail on M1 and A14 (documentation)"
+INT8_FOLDS = f"{SILICON}: int8 is expanded to fp16 on M1"
+PHONE_SIZE = "Apple: 1 GB a model on iOS (documentation); CoreML-LLM saw the GPU take over near 1.0 to 1.4 GB"
+MAC_SIZE = "0seba/coremlmodels: about 2 GB a model on a Mac (documentation)"
+
 _TO_A15 = f"{SILICON}: 16384 an axis through A15"
 _FROM_A16 = f"{SILICON}: 65536 from A16"
 _SIZE_PHONE = Fact(
@@ -85,7 +91,7 @@ def _phone(name: str, *, limit: int, saturates: bool = False, family: bool = Fal
             saturates,
             f"{SILICON}: A13 and A14 generation" if saturates else _CLEAN + (FAMILY if name == "a15" else ""),
         ),
-        package_bytes=_SIZE_PHONE,
+        package_bytes=Fact(GB, PHONE_SIZE),
         equal_states=Fact(
             name == "a14", "Anemll: states of unlike shapes fail on M1 and A14 (documentation)"
         ),
@@ -105,15 +111,15 @@ def _mac(
         if folds
         else Fact("streams", _STREAMS),
         slice_saturates=saturates,
-        package_bytes=_SIZE_MAC,
-        equal_states=Fact(name == "m1", "Anemll: states of unlike shapes fail on M1 and A14 (documentation)"),
+        package_bytes=Fact(2 * GB, MAC_SIZE),
+        equal_states=Fact(name == "m1", STATES),
     )
 
 
 _WIDE = Fact(65536, f"{ANEFORGE}: M4 and M5 are in the family with 65536")
 _NARROW = Fact(16384, f"{ANEFORGE}: 16384 in the families of M2 and M3")
 _CHANNELS = Fact(65536, f"{SILICON}: the channel axis reaches 65536 on M2; {ANEFORGE}: and later")
-_SATURATES = Fact(True, f"{SILICON}: measured on M1 and M2")
+_SATURATES = Fact(True, SLICES)
 _EXACT = Fact(False, f"{ANEFORGE}: exact on M5; M3 and M4 are not reported")
 
 CHIPS: tuple[Chip, ...] = (

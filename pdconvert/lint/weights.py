@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from pdconvert.executors.mil.view import FunctionView, Op, PackageView, Value
 from pdconvert.lint.rule import Found, function_rule, package_rule
-from pdconvert.lint.targets import CHIPS
+from pdconvert.lint.targets import CHIPS, INT8_FOLDS, MAC_SIZE, PHONE_SIZE
 
 MEASURED_GROUP = 8
 BYTE_TYPES = ("int8", "uint8")
@@ -61,7 +61,7 @@ def lut_groups(function: FunctionView) -> Iterator[Found]:
     "int8-folds",
     "info",
     title="8-bit weights are expanded to fp16 in memory: smaller on disk, no faster",
-    source=next(chip.int8.source for chip in CHIPS if chip.int8.value == "folds"),
+    source=INT8_FOLDS,
     mend="none needed; a table of 16 values (LUT) crosses memory in its small form on every chip",
     chips=tuple(chip.name for chip in CHIPS if chip.int8.value == "folds"),
 )
@@ -78,7 +78,7 @@ def int8_folds(function: FunctionView) -> Iterator[Found]:
     "info",
     title="Tables in packages for iOS 18 gave wrong numbers or crashed with some versions",
     source="coremltools#2688 and #2716, open: coremltools 9.0, macOS 26 on M4 (issues)",
-    mend="run the package on the device before it is trusted; one written by coremltools 8.3 did not crash for one user",
+    mend="run the package on the device before it is trusted; one by coremltools 8.3 did not crash for one user",
 )
 def palette_ios18(function: FunctionView) -> Iterator[Found]:
     """`constexpr_lut_to_dense` in its form of iOS 18."""
@@ -92,7 +92,7 @@ def palette_ios18(function: FunctionView) -> Iterator[Found]:
     "scaled-palette",
     "fatal",
     title="Tables with a scale per output channel crash when the Neural Engine loads them",
-    source="coremltools#2688, confirmed there by a second user: `mps.dequantize` fails verification on macOS 26 (issue)",
+    source="coremltools#2688, confirmed there by a second user: `mps.dequantize` fails verification (issue)",
     mend="palettize without enable_per_channel_scale, or multiply the output of the op by the scale",
 )
 def scaled_palette(function: FunctionView) -> Iterator[Found]:
@@ -107,8 +107,7 @@ def scaled_palette(function: FunctionView) -> Iterator[Found]:
     "weight-size",
     "silent",
     title="Large packages were seen to run on the GPU without a word",
-    source=f"phones: {next(c.package_bytes.source for c in CHIPS if c.device == 'phone')}; "
-    f"Macs: {next(c.package_bytes.source for c in CHIPS if c.device == 'mac')}",
+    source=f"{PHONE_SIZE}; {MAC_SIZE}",
     mend="fewer bits a weight, or split the model into several packages",
 )
 def weight_size(package: PackageView) -> Iterator[Found]:
@@ -140,7 +139,9 @@ def unshared_weights(package: PackageView) -> Iterator[Found]:
         if len(copies) > 1:
             extra = sum(copies.values()) - max(copies.values())
             value = Value(name, shape, dtype)
-            yield Found(f"weight stored {len(copies)} times", name=f"{name} ({extra} bytes more)", value=value)
+            yield Found(
+                f"weight stored {len(copies)} times", name=f"{name} ({extra} bytes more)", value=value
+            )
 
 
 def _weights(function: FunctionView) -> Iterator[Value]:

@@ -58,6 +58,7 @@ class Manifest:
         layers, kv_heads, head_dim: geometry of K and V.
         eos_ids: tokens that end a text, as the build found them.
         hidden_size, vocab_size: geometry of the embedding.
+        made_by: module path of a layer → the pass that made it, or "family"; empty for an older build.
     """
 
     build: Path
@@ -73,6 +74,7 @@ class Manifest:
     eos_ids: frozenset[int]
     hidden_size: int
     vocab_size: int
+    made_by: Mapping[str, str]
 
     @property
     def decode(self) -> Path:
@@ -112,6 +114,7 @@ def read_manifest(build: Path) -> Manifest:
         eos_ids=frozenset(fields.integers("eos_token_ids")),
         hidden_size=fields.integer("hidden_size"),
         vocab_size=fields.integer("vocab_size"),
+        made_by=dict(fields.values.get("made_by", {}).get("layers", {})),
     )
 
 

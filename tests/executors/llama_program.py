@@ -1,13 +1,5 @@
-"""A llama written as an ML program by hand, with the weights of a Hugging Face model.
+"""A llama written as an ML program by hand, with the weights of a Hugging Face model."""
 
-It serves the executor's equality test and, run as a script, its benchmark against Hugging Face eager:
-
-    python tests/executors/llama_program.py
-"""
-
-import statistics
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +9,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pdconvert.quiet import quiet_coremltools
 
-SMOLLM2_135M = dict(
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    vocab_size=512,
-    max_position_embeddings=2048,
-)
+SMOLLM2_135M = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+}
 
 
 def random_llama(seed: int = 0, **config: Any) -> LlamaForCausalLM:
@@ -136,38 +128,3 @@ def llama_inputs(model: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, torch.
         "rope_sin": sin.transpose(1, 2).unsqueeze(1),
         "mask": mask.reshape(1, 1, length, length),
     }
-
-
-def main(tokens: int = 128, rounds: int = 15) -> None:
-    """Print the median seconds of Hugging Face eager and of both modes of the executor, taken in turn."""
-    from pdconvert.executors.mil import MilSession, Package
-
-    model = random_llama(**SMOLLM2_135M)
-    ids = torch.arange(tokens) * 7 % model.config.vocab_size
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "llama.mlpackage"
-        write_llama(path, model, tokens)
-        started = time.perf_counter()
-        package = Package.open(path)
-        sessions = {mode: MilSession(package, mode=mode) for mode in ("fp32", "fp16")}
-        steps = {mode: len(session.plan.steps) for mode, session in sessions.items()}
-        print(f"opened in {time.perf_counter() - started:.2f} s, {steps['fp32']} steps")
-        inputs = llama_inputs(model, ids)
-        seconds: dict[str, list[float]] = {"hf eager": [], "fp32": [], "fp16": []}
-        for _ in range(rounds):
-            started = time.perf_counter()
-            with torch.inference_mode():
-                expected = model.model(ids[None]).last_hidden_state[0].t()
-            seconds["hf eager"].append(time.perf_counter() - started)
-            for mode, session in sessions.items():
-                started = time.perf_counter()
-                got = session.run(inputs)["out"][0, :, 0]
-                seconds[mode].append(time.perf_counter() - started)
-                error = ((got - expected).square().sum() / expected.square().sum()).log10() * -10
-                seconds.setdefault(f"{mode} sqnr_db", []).append(float(error))
-    for name, values in seconds.items():
-        print(f"{name:14} median {statistics.median(values):.4f}  best {min(values):.4f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -18,7 +18,7 @@ from pdconvert.quiet import quiet_coremltools
 ct = quiet_coremltools()
 
 from coremltools.converters.mil import Builder as mb  # noqa: E402
-from coremltools.converters.mil.mil import Function, Program, types  # noqa: E402
+from coremltools.converters.mil.mil import Function, Program, get_new_symbol, types  # noqa: E402, F401
 from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry  # noqa: E402
 
 TARGETS = {15: ct.target.iOS15, 16: ct.target.iOS16, 17: ct.target.iOS17, 18: ct.target.iOS18}
@@ -116,6 +116,7 @@ def save_program(
     body: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     version: int = 18,
     states: Mapping[str, tuple[tuple[int, ...], Any]] | None = None,
+    inputs_as: Sequence[Any] | None = None,
 ) -> Path:
     """Save a program of one function and return its path.
 
@@ -125,6 +126,7 @@ def save_program(
         body: takes the inputs by name (states too) and returns the outputs by name.
         version: iOS version of the opset.
         states: shape and MIL type of each state.
+        inputs_as: the inputs as `ct.convert` takes them, where shapes are symbolic.
     """
     placeholders = {}
     for name, value in inputs.items():
@@ -143,6 +145,7 @@ def save_program(
         minimum_deployment_target=TARGETS[version],
         pass_pipeline=ct.PassPipeline.EMPTY,
         skip_model_load=True,
+        **({"inputs": list(inputs_as)} if inputs_as else {}),
     )
     model.save(str(path))
     return path

@@ -282,26 +282,29 @@ def _compressions() -> dict[str, Callable[[Any], Any]]:
         return cto.OptimizationConfig(global_config=one)
 
     linear, palette = cto.OpLinearQuantizerConfig, cto.OpPalettizerConfig
+    even = {"mode": "uniform", "weight_threshold": 0}
     prune = cto.OpMagnitudePrunerConfig(target_sparsity=0.6, weight_threshold=0)
     return {
-        "per channel": lambda m: cto.linear_quantize_weights(m, config(linear(mode="linear_symmetric", weight_threshold=0))),
+        "per channel": lambda m: cto.linear_quantize_weights(
+            m, config(linear(mode="linear_symmetric", weight_threshold=0))
+        ),
         "asymmetric": lambda m: cto.linear_quantize_weights(m, config(linear(mode="linear", weight_threshold=0))),
         "int4 blocks": lambda m: cto.linear_quantize_weights(
             m, config(linear(dtype="int4", granularity="per_block", block_size=8, weight_threshold=0))
         ),
-        "lut4": lambda m: cto.palettize_weights(m, config(palette(mode="uniform", nbits=4, weight_threshold=0))),
+        "lut4": lambda m: cto.palettize_weights(m, config(palette(nbits=4, **even))),
         "lut3 groups": lambda m: cto.palettize_weights(
-            m, config(palette(mode="uniform", nbits=3, granularity="per_grouped_channel", group_size=8, weight_threshold=0))
+            m, config(palette(nbits=3, granularity="per_grouped_channel", group_size=8, **even))
         ),
         "lut4 scaled": lambda m: cto.palettize_weights(
-            m, config(palette(mode="uniform", nbits=4, enable_per_channel_scale=True, weight_threshold=0))
+            m, config(palette(nbits=4, enable_per_channel_scale=True, **even))
         ),
         "pruned": lambda m: cto.prune_weights(m, config(prune)),
         "pruned int8": lambda m: cto.linear_quantize_weights(
             cto.prune_weights(m, config(prune)), config(linear(weight_threshold=0)), joint_compression=True
         ),
         "pruned lut4": lambda m: cto.palettize_weights(
-            cto.prune_weights(m, config(prune)), config(palette(mode="uniform", nbits=4, weight_threshold=0)), joint_compression=True
+            cto.prune_weights(m, config(prune)), config(palette(nbits=4, **even)), joint_compression=True
         ),
     }  # fmt: skip
 

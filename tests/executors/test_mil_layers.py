@@ -80,7 +80,10 @@ def local_response_norm() -> Iterator[Case]:
             yield Case({"x": normal(seed, (2, 7, 3, 2), dtype)}, params, reference)
 
 
-POOLS = {"max": {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}, "avg": {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}}  # fmt: skip
+POOLS = {
+    "max": {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d},
+    "avg": {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d},
+}
 
 
 def pool(kind: str) -> Callable[[], Iterator[Case]]:
@@ -342,8 +345,10 @@ def lstm() -> Iterator[Case]:
         }  # fmt: skip
         if both:
             tensors |= {
-                "weight_ih_back": normal(6, (16, 3)), "weight_hh_back": normal(7, (16, 4)), "bias_back": normal(8, (16,)),
-            }  # fmt: skip
+                "weight_ih_back": normal(6, (16, 3)),
+                "weight_hh_back": normal(7, (16, 4)),
+                "bias_back": normal(8, (16,)),
+            }
 
         def reference(
             x: torch.Tensor, initial_h: torch.Tensor, initial_c: torch.Tensor, d: str = direction, w: bool = whole,

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from mil_programs import ct, mb, save_program, types
 
 from pdconvert.errors import InputError
-from pdconvert.executors.mil import MilSession, Package, ValueInfo
-from pdconvert.executors.mil import dtypes
+from pdconvert.executors.mil import MilSession, Package, ValueInfo, dtypes
 from pdconvert.executors.mil.blob import BlobFile, unpack_bits
 from pdconvert.executors.mil.proto import model_pb2
 
@@ -83,6 +82,10 @@ def _edit_spec(change: Callable) -> Callable[[Path], None]:
     return apply
 
 
+def _version(number: int) -> Callable[[Path], None]:
+    return _edit_spec(lambda spec: setattr(spec, "specificationVersion", number))
+
+
 def _edit_manifest(change: Callable) -> Callable[[Path], None]:
     def apply(package: Path) -> None:
         file = package / "Manifest.json"
@@ -147,8 +150,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no model file": (lambda p: model_file(p).unlink(), "the model file is missing"),
     "model file damaged": (lambda p: model_file(p).write_bytes(b"\x0a\xff\xff"), "not a Core ML model, or damaged"),
     "model file empty": (lambda p: model_file(p).write_bytes(b""), "holds no model"),
-    "spec version too new": (_edit_spec(lambda s: setattr(s, "specificationVersion", 99)), "version 99 is outside 6..9"),
-    "spec version too old": (_edit_spec(lambda s: setattr(s, "specificationVersion", 4)), "version 4 is outside 6..9"),
+    "spec version too new": (_version(99), "specification version 99 is outside 6..9"),
+    "spec version too old": (_version(4), "specification version 4 is outside 6..9"),
     "no function": (_edit_spec(lambda s: s.mlProgram.functions.clear()), "the program has no function"),
     "no block for the opset": (
         _edit_spec(lambda s: setattr(s.mlProgram.functions["main"], "opset", "CoreML5")),
@@ -158,7 +161,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         _edit_spec(_rename("linear", "quantum_linear")),
         "op quantum_linear 'product' (number 2 of function main): cannot be run: this op type is not known",
     ),
-    "refused op": (_edit_spec(_rename("linear", "gru")), "op gru 'product' (number 2 of function main): cannot be run: MIL"),
+    "refused op": (
+        _edit_spec(_rename("linear", "gru")),
+        "op gru 'product' (number 2 of function main): cannot be run: MIL",
+    ),
     "op reads nothing": (_edit_spec(_wrong_input), "its input x is 'ghost', which nothing before it computes"),
     "op input unknown": (_edit_spec(_extra_input), "has an input 'twist' that this op type does not have"),
     "no weight file": (lambda p: weight_file(p).unlink(), "the weight file is missing; the package is incomplete"),

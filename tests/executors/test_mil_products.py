@@ -73,7 +73,8 @@ def conv() -> Iterator[Case]:
             if seed % 3:
                 tensors["bias"] = normal(seed + 2, (8,), dtype)
             since = 16 if kind == "same_lower" else 15
-            yield Case(tensors, params, torch_reference(reference), since=since, constants=("weight", "bias"))  # fmt: skip
+            checked = torch_reference(reference)
+            yield Case(tensors, params, checked, since=since, constants=("weight", "bias"))  # fmt: skip
 
 
 def pointwise() -> Iterator[Case]:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mil_programs import ct, mb, save_program, types
+from mil_programs import ct, get_new_symbol, mb, save_program, types
 
 from pdconvert.errors import InputError
 from pdconvert.executors import open_executor
 from pdconvert.executors.mil import MilSession, Package
+from pdconvert.executors.mil.trace import Tracer
 from pdconvert.executors.mil.weights import WeightCache
 
 
@@ -63,7 +64,9 @@ def two_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("two") / "two.mlpackage"
     inputs = {"x": randoms(0, 2, 3), "rows": np.array([1, 0], np.int32)}
     return save_program(
-        path, inputs, lambda v: {"picked": mb.gather(x=v["x"], indices=v["rows"], axis=0, validate_indices=True)}
+        path,
+        inputs,
+        lambda v: {"picked": mb.gather(x=v["x"], indices=v["rows"], axis=0, validate_indices=True)},
     )
 
 
@@ -74,7 +77,7 @@ BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({**GOOD, "x": np.zeros((2, 3, 1))}, "input 'x' has shape [2, 3, 1], expected [2, 3]"),
     "size": ({**GOOD, "x": np.zeros((2, 4)), "rows": np.array([0, 1])}, "input 'x' has shape [2, 4], expected [2, 3]"),
     "float for int": ({**GOOD, "rows": np.zeros(2)}, "input 'rows' has type torch.float64, expected int32"),
-    "index": ({**GOOD, "rows": np.array([0, 5])}, "op gather 'gather_0' (number 5 of function main) failed: index 5"),
+    "index": ({**GOOD, "rows": np.array([0, 5])}, "op gather 'gather_0' (number 3 of function main) failed: index 5"),
 }  # fmt: skip
 
 
@@ -126,19 +129,25 @@ def test_results_belong_to_the_caller(tmp_path: Path) -> None:
             "held": mb.cast(x=mb.read_state(input=v["s"]), dtype="fp32"),
         }
 
-    session = MilSession(save_program(tmp_path / "p.mlpackage", {"x": x}, body, states={"s": ((4, 4), types.fp16)}))
+    session = MilSession(
+        save_program(tmp_path / "p.mlpackage", {"x": x}, body, states={"s": ((4, 4), types.fp16)})
+    )
     state, given = session.make_state(), torch.from_numpy(x.copy())
     for value in session.run({"x": given}, state).values():
         value += 1
     assert given.equal(torch.from_numpy(x)) and not state["s"].any()
     again = session.run({"x": given}, state)
-    assert again["fixed"].equal(torch.ones(4, 4)) and again["view"].equal(given.t()) and not again["held"].any()
+    assert (
+        again["fixed"].equal(torch.ones(4, 4)) and again["view"].equal(given.t()) and not again["held"].any()
+    )
 
 
 def _random_program(seed: int) -> tuple[Callable, Callable]:
     """A random chain of ops that share, overwrite, join and cut values: the program, and numpy's result."""
     rng = np.random.default_rng(seed)
-    choices = [(int(rng.integers(0, 12)), int(rng.integers(0, 99)), int(rng.integers(0, 99))) for _ in range(40)]
+    choices = [
+        (int(rng.integers(0, 12)), int(rng.integers(0, 99)), int(rng.integers(0, 99))) for _ in range(40)
+    ]
 
     def run(x: Any, y: Any, ops: Mapping[int, Callable]) -> list[Any]:
         values = [x, y]
@@ -233,7 +242,9 @@ def cache_program(path: Path, tokens: int = 6, layers: int = 2) -> Path:
         for layer in range(layers):
             old = mb.read_state(input=v["cache"])
             end = mb.add(x=v["position"], y=np.int32(1))
-            begin = mb.concat(values=[np.array([layer], np.int32), v["position"], np.array([0], np.int32)], axis=0)
+            begin = mb.concat(
+                values=[np.array([layer], np.int32), v["position"], np.array([0], np.int32)], axis=0
+            )
             stop = mb.concat(values=[np.array([layer + 1], np.int32), end, np.array([4], np.int32)], axis=0)
             row = mb.reshape(x=mb.mul(x=v["row"], y=np.float16(layer + 1)), shape=[1, 1, 4])
             new = mb.slice_update(x=old, update=row, begin=begin, end=stop)
@@ -288,11 +299,21 @@ def test_old_content_that_is_read_later_survives_the_update(tmp_path: Path) -> N
         return {"before": mb.add(x=before, y=np.float16(0)), "lost": lost, "after": after}
 
     x = np.array([1, 2], np.float16)
-    session = MilSession(save_program(tmp_path / "p.mlpackage", {"x": x}, body, states={"s": ((4,), types.fp16)}))
+    session = MilSession(
+        save_program(tmp_path / "p.mlpackage", {"x": x}, body, states={"s": ((4,), types.fp16)})
+    )
     state = session.make_state()
     first, second = session.run({"x": x}, state), session.run({"x": x + 10}, state)
-    assert [first[k].tolist() for k in ("before", "lost", "after")] == [[0, 0, 0, 0], [1, 2, 0, 0], [0, 0, 1, 2]]
-    assert [second[k].tolist() for k in ("before", "lost", "after")] == [[0, 0, 1, 2], [11, 12, 1, 2], [0, 0, 11, 12]]
+    assert [first[k].tolist() for k in ("before", "lost", "after")] == [
+        [0, 0, 0, 0],
+        [1, 2, 0, 0],
+        [0, 0, 1, 2],
+    ]
+    assert [second[k].tolist() for k in ("before", "lost", "after")] == [
+        [0, 0, 1, 2],
+        [11, 12, 1, 2],
+        [0, 0, 11, 12],
+    ]
     assert state["s"].tolist() == [0, 0, 11, 12]
 
 
@@ -303,12 +324,14 @@ def test_states_take_inputs_constants_views_and_each_other(tmp_path: Path) -> No
         swapped = mb.coreml_update_state(state=v["b"], value=a)
         mb.coreml_update_state(state=v["c"], value=v["x"])
         flat = mb.reshape(x=mb.concat(values=[v["x"], swapped], axis=0), shape=[2, 4])
-        part = mb.slice_by_index(x=flat, begin=[0, 0], end=[0, 4], squeeze_mask=[True, False], end_mask=[True, True])
+        part = mb.slice_by_index(
+            x=flat, begin=[0, 0], end=[0, 4], squeeze_mask=[True, False], end_mask=[True, True]
+        )
         mb.coreml_update_state(state=v["d"], value=part)
         c, d = mb.read_state(input=v["c"]), mb.read_state(input=v["d"])
         return {"out": mb.concat(values=[a, b, c, d], axis=0)}
 
-    states = {name: ((4,), types.fp16) for name in "abcd"}
+    states = dict.fromkeys("abcd", ((4,), types.fp16))
     x = np.arange(4, dtype=np.float16)
     session = MilSession(save_program(tmp_path / "p.mlpackage", {"x": x}, body, states=states))
     state = session.make_state()
@@ -327,28 +350,39 @@ def test_states_take_inputs_constants_views_and_each_other(tmp_path: Path) -> No
 
 
 def test_symbolic_lengths_and_run_time_bounds(tmp_path: Path) -> None:
-    class Network(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            count = x.shape[1]
-            return (x.reshape(x.shape[0], -1, 2, 2).transpose(1, 2).softmax(-1).flatten(1) + count)[:, : count + 1]
+    """One program for all lengths: sizes come from `shape`, bounds of a slice from arithmetic on them."""
 
-    example = torch.randn(2, 4, 4)
-    length = ct.RangeDim(1, 64, default=4)
-    traced = torch.jit.trace(Network(), example)
-    model = ct.convert(
-        traced,
-        inputs=[ct.TensorType("x", (2, length, 4))],
-        minimum_deployment_target=ct.target.iOS17,
-        compute_precision=ct.precision.FLOAT32,
-        skip_model_load=True,
+    def body(v: Mapping[str, Any]) -> dict[str, Any]:
+        sizes = mb.shape(x=v["x"])
+        count = mb.slice_by_index(x=sizes, begin=[1], end=[2])
+        half = mb.floor_div(x=count, y=np.int32(2))
+        begin = mb.concat(values=[np.array([0], np.int32), half, np.array([1], np.int32)], axis=0)
+        end = mb.concat(values=[np.array([2], np.int32), count, np.array([4], np.int32)], axis=0)
+        tail = mb.slice_by_index(x=v["x"], begin=begin, end=end)
+        pairs = mb.reshape(x=v["x"], shape=[2, -1, 2, 2])
+        shaped = mb.reshape(x=mb.transpose(x=pairs, perm=[0, 2, 1, 3]), shape=mb.concat(
+            values=[np.array([4], np.int32), count, np.array([2], np.int32)], axis=0))  # fmt: skip
+        steps = mb.range_1d(start=np.int32(0), end=mb.squeeze(x=count, axes=[0]), step=np.int32(1))
+        return {"tail": tail, "shaped": mb.softmax(x=shaped, axis=-1), "steps": steps}
+
+    symbolic = (2, get_new_symbol(), 4)
+    path = save_program(
+        tmp_path / "p.mlpackage",
+        {"x": (symbolic, types.fp32)},
+        body,
+        inputs_as=[ct.TensorType("x", (2, ct.RangeDim(1, 64, default=4), 4))],
     )
-    model.save(str(tmp_path / "p.mlpackage"))
-    session = MilSession(tmp_path / "p.mlpackage")
+    session = MilSession(path)
     assert session.function.inputs["x"].shape == (2, -1, 4)
     for count in (1, 4, 9):
         x = torch.randn(2, count, 4)
-        (out,) = session.run({"x": x}).values()
-        torch.testing.assert_close(out, Network()(x))
+        out = session.run({"x": x})
+        assert out["tail"].equal(x[:, count // 2 :, 1:])
+        wanted = x.reshape(2, count, 2, 2).transpose(1, 2).reshape(4, count, 2).softmax(-1)
+        torch.testing.assert_close(out["shaped"], wanted)
+        assert out["steps"].tolist() == list(range(count))
+    with pytest.raises(InputError, match=r"input 'x' has shape \[2, 4, 5\], expected \[2, -1, 4\]"):
+        session.run({"x": torch.zeros(2, 4, 5)})
 
 
 def test_sixty_caches_as_inputs_and_outputs(tmp_path: Path) -> None:
@@ -406,3 +440,30 @@ def test_a_split_head(tmp_path: Path) -> None:
     wanted = np.concatenate(parts).astype(np.float32) @ x[0, :, 0].astype(np.float32)
     np.testing.assert_allclose(out["joined"][0, :, 0], wanted, rtol=1e-4, atol=1e-4)
     assert torch.cat([out[f"part_{n}"] for n in range(8)], 1).equal(out["joined"])
+
+
+def test_a_trace_names_the_first_op_that_overflows(tmp_path: Path) -> None:
+    x = np.array([[400.0, 2e-5, 3.0]], np.float16)
+
+    def body(v: Mapping[str, Any]) -> dict[str, Any]:
+        square = mb.mul(x=v["x"], y=v["x"], name="square")
+        return {
+            "out": mb.rsqrt(
+                x=mb.reduce_mean(x=square, axes=[-1], name="mean"), epsilon=np.float16(0), name="norm"
+            )
+        }
+
+    tracer = Tracer(Package.open(save_program(tmp_path / "p.mlpackage", {"x": x}, body)))
+    rows = {row.name: row for row in tracer.run({"x": x}).rows}
+    square = rows["square"]
+    assert (square.op.op_type, square.nonfinite, square.nonfinite_fp32, square.flushed) == ("mul", 1, 0, 1)
+    assert square.sqnr_db == -np.inf and square.lost_db == np.inf and square.fp16_share > 1
+    assert rows["mean"].sqnr_db == -np.inf and rows["norm"].flushed == 1
+
+
+def test_a_trace_carries_states_from_run_to_run(tmp_path: Path) -> None:
+    tracer = Tracer(Package.open(cache_program(tmp_path / "p.mlpackage")))
+    for position in range(3):
+        trace = tracer.run({"row": np.ones(4, np.float16), "position": np.array([position], np.int32)})
+        assert trace.outputs["total0"].tolist() == [3.0 * position + 1] * 4
+    assert trace.states["cache"].sum() == 3 * 12

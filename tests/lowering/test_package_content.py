@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 from checkpoints import random_source, reference_of
-from lowered import FULL, Form, operations, package
+from lowered import CONFIG, FULL, PREFILL, Form, operations, package
 
 from passes import FoldAttentionScale, FoldNormGain, RopeAsInput, ScaleResidual
 from pdconvert.executors.mil import Package
 from pdconvert.executors.mil.values import value_info
-from pdconvert.families import llama
 from pdconvert.lowering.contract import FunctionShape, input_ports, output_ports
 from pdconvert.reference import Reference
 
-PREFILL, EXTEND, DECODE = FunctionShape(16), FunctionShape(8, 24), FunctionShape(1, 24)
+EXTEND, DECODE = FunctionShape(8, 24), FunctionShape(1, 24)
 FORBIDDEN = {
     "linear": "a projection is a 1x1 convolution",
     "gather": "the embedding lies on the host",
@@ -37,12 +36,6 @@ FORMS = {
     "iOS16": Form(scheme="w8a16", target="iOS16"),
     "folded": Form((*FULL, FoldNormGain(), FoldAttentionScale(), ScaleResidual(0.25)), "w8a16"),
 }
-CONFIG = {**llama.TINY, "hidden_size": 32, "intermediate_size": 48, "attention_bias": True, "mlp_bias": True}
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return reference_of(random_source(CONFIG))
 
 
 @pytest.fixture(scope="module", params=list(FORMS))
@@ -129,15 +122,15 @@ def test_the_contract_of_a_function_with_a_past(reference: Reference) -> None:
     ports = {port.name: port.shape for port in input_ports(reference.spec, shape, "host", "logits")}
     assert ports == {
         "hidden": (1, 32, 1, 8),
-        "rope_cos": (1, 1, 8, 8),
-        "rope_sin": (1, 1, 8, 8),
+        "rope_cos": (1, 1, 16, 8),
+        "rope_sin": (1, 1, 16, 8),
         "mask": (1, 1, 32, 8),
-        "past_k": (1, 4, 8, 24),
-        "past_v": (1, 4, 8, 24),
+        "past_k": (1, 4, 16, 24),
+        "past_v": (1, 4, 16, 24),
         "row": (1, 1, 8, 1),
     }
     outputs = {port.name: port.shape for port in output_ports(reference.spec, shape, "logits")}
-    assert outputs == {"k": (1, 4, 8, 8), "v": (1, 4, 8, 8), "logits": (1, 320, 1, 1)}
+    assert outputs == {"k": (1, 4, 16, 8), "v": (1, 4, 16, 8), "logits": (1, 320, 1, 1)}
 
 
 def weight_bytes(opened: Package) -> int:

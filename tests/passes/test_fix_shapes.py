@@ -1,7 +1,7 @@
 import pytest
 import torch
 from check_pass import assert_same, check_pass, storages
-from checkpoints import head_block, probe_of
+from checkpoints import head_block, layer_block
 
 from passes import EagerGqaAttention, FixShapes, LinearToConv2d, RopeAsInput, SafeRmsNorm, TruncateLastLayer
 from pdconvert import program
@@ -57,11 +57,28 @@ def test_a_probe_that_fits_exactly_gives_equal_bits(layer: Block, probe: Probe) 
     assert_same(layer.run(probe), new.run(probe), "nothing was to be padded")
 
 
-def test_a_longer_probe_is_refused(layer: Block, reference: Reference) -> None:
-    new = FixShapes(tokens=4).run(layer)
-    with pytest.raises(InputError) as error:
-        new.run(probe_of(reference, tokens=5))
-    assert str(error.value) == "block layers.0 takes 4 tokens, the probe has 5"
+@pytest.mark.parametrize("raw_keys", [False, True])
+@pytest.mark.parametrize("earlier", [(), ADAPTED[:1], ADAPTED, (*ADAPTED, TruncateLastLayer())], ids=len)
+@pytest.mark.parametrize("tokens", [1, 3, 4])
+def test_a_longer_probe_runs_in_chunks_with_the_earlier_ones_as_past(
+    tokens: int, earlier: tuple, raw_keys: bool, reference: Reference, probe: Probe
+) -> None:
+    layer = layer_block(reference, raw_keys=raw_keys)
+    for rewrite in earlier:
+        layer = rewrite.run(layer)
+    check_pass(FixShapes(tokens=tokens), layer, probe)
+
+
+def test_the_head_takes_a_longer_probe_in_chunks_too(reference: Reference, probe: Probe) -> None:
+    check_pass(FixShapes(tokens=3), head_block(reference), probe)
+
+
+def test_every_chunk_has_the_static_shape(layer: Block, probe: Probe) -> None:
+    new = FixShapes(tokens=3).run(layer)
+    seen = []
+    new.module.register_forward_pre_hook(lambda module, inputs: seen.append(tuple(inputs[0].shape)))
+    new.run(probe)
+    assert seen == [(1, 3, layer.spec.hidden_size)] * 3
 
 
 @pytest.mark.parametrize("tokens", [0, -1])

@@ -100,11 +100,13 @@ class BlobFile:
         expected = packed_bytes(dtype, shape)
         if size != expected:
             raise InputError(
-                f"{self.path}: the record at offset {offset} has {size} bytes, {dtype.name} {list(shape)} needs {expected}"
+                f"{self.path}: the record at offset {offset} has {size} bytes,"
+                f" {dtype.name} {list(shape)} needs {expected}"
             )
         if start + size > self.size_bytes:
             raise InputError(
-                f"{self.path}: truncated: the record at offset {offset} ends at byte {start + size} of {self.size_bytes}"
+                f"{self.path}: truncated: the record at offset {offset}"
+                f" ends at byte {start + size} of {self.size_bytes}"
             )
         return np.frombuffer(self._map, np.uint8, size, start)
 

@@ -363,8 +363,8 @@ class _Liveness:
                     return
         first = step.args[0] if step.args else None
         for slot in step.outs:
-            shares = step.row.view and isinstance(first, int)
-            self._join(slot, self._root_of(first) if shares else ("fresh", slot))
+            shared = self._root_of(first) if step.row.view and isinstance(first, int) else None
+            self._join(slot, shared or ("fresh", slot))
 
     def _may_write(self, index: int, step: Step, place: int) -> bool:
         slot, out = step.args[place], step.outs[0]

@@ -130,7 +130,8 @@ class Package:
 
     def _read_function(self, name: str) -> FunctionInfo:
         block = self.block(name)
-        inputs, states = {}, {}
+        inputs: dict[str, ValueInfo] = {}
+        states: dict[str, ValueInfo] = {}
         for item in self.spec.mlProgram.functions[name].inputs:
             info = value_info(item.type)
             (states if info.state else inputs)[item.name] = info

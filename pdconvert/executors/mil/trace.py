@@ -54,7 +54,11 @@ class TraceRow:
 
     @property
     def lost_db(self) -> float:
-        """How much lower this output's SQNR is than the worst of the op's inputs; never below 0."""
+        """How much lower this output's SQNR is than the worst of the op's inputs; never below 0.
+
+        Scores under a mask of -4e4 have an SQNR near 120 dB, which the mask alone makes, so a softmax seems
+        to lose what they had lost before.
+        """
         if math.isnan(self.sqnr_db) or self.sqnr_db == math.inf:
             return 0.0
         return max(0.0, self.input_sqnr_db - self.sqnr_db)

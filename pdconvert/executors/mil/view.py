@@ -222,7 +222,8 @@ class _Reader:
     def read(self) -> FunctionView:
         proto = self._package.spec.mlProgram.functions[self._name]
         block = self._package.block(self._name)
-        inputs, states = {}, {}
+        inputs: dict[str, Value] = {}
+        states: dict[str, Value] = {}
         for item in proto.inputs:
             info = _info(item.type)
             value = Value(item.name, info.shape, info.dtype, is_state=info.state)

@@ -42,11 +42,12 @@ def max_pool(
     ceil_mode: bool = False,
 ) -> Tensor:
     """Maximum of each window; padding never wins. x (N, C, *D)."""
-    steps, pairs, native = _padding(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
+    kernel = list(kernel_sizes)
+    steps, pairs, native = _padding(x, kernel, strides, pad_type, pad, ceil_mode)
     pool = _MAX[x.dim() - 2]
     if native:
-        return pool(x, kernel_sizes, steps, [before for before, _ in pairs], ceil_mode=ceil_mode)
-    return pool(_padded(x, pairs, -torch.inf), kernel_sizes, steps)
+        return pool(x, kernel, steps, [before for before, _ in pairs], ceil_mode=ceil_mode)
+    return pool(_padded(x, pairs, -torch.inf), kernel, steps)
 
 
 def avg_pool(
@@ -60,14 +61,15 @@ def avg_pool(
     ceil_mode: bool = False,
 ) -> Tensor:
     """Mean of each window, padding counted as zeros or not counted. x (N, C, *D)."""
-    steps, pairs, native = _padding(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
+    kernel = list(kernel_sizes)
+    steps, pairs, native = _padding(x, kernel, strides, pad_type, pad, ceil_mode)
     pool = _AVG[x.dim() - 2]
     if native:
         before = [size for size, _ in pairs]
-        return pool(x, kernel_sizes, steps, before, ceil_mode, not exclude_padding_from_average)
-    mean = pool(_padded(x, pairs, 0.0), kernel_sizes, steps)
+        return pool(x, kernel, steps, before, ceil_mode, not exclude_padding_from_average)
+    mean = pool(_padded(x, pairs, 0.0), kernel, steps)
     if exclude_padding_from_average:
-        mean = mean / pool(_padded(torch.ones_like(x[:1, :1]), pairs, 0.0), kernel_sizes, steps)
+        mean = mean / pool(_padded(torch.ones_like(x[:1, :1]), pairs, 0.0), kernel, steps)
     return mean
 
 

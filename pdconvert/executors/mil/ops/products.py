@@ -74,7 +74,7 @@ def einsum(values: Sequence[Tensor], *, equation: str) -> Tensor:
     inputs, _, output = equation.replace(" ", "").partition("->")
     left, right = inputs.split(",")
     x, y = values
-    sizes = {}
+    sizes: dict[str, int] = {}
     for names, tensor in ((left, x), (right, y)):
         for name, size in zip(names, tensor.shape, strict=True):
             sizes[name] = max(size, sizes.get(name, 1))
@@ -87,11 +87,10 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """softmax(query @ key^T / sqrt(E) + mask) @ value; a boolean mask keeps the keys that are True."""
     scores = torch.matmul(query, key.transpose(-1, -2)) / math.sqrt(query.shape[-1])
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -math.inf)
-        else:
-            scores = scores + attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
     return torch.matmul(torch.softmax(scores, -1), value)
 
 
@@ -183,10 +182,7 @@ def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A 1x1 convolution as a matrix product: weight (O, I) @ x (I, positions) for each batch item."""
     batch, channels, *spatial = x.shape
     matrix = weight.flatten(1)
-    if batch == 1:
-        out = product(matrix, x.reshape(channels, -1))
-    else:
-        out = torch.matmul(matrix, x.flatten(2))
+    out = product(matrix, x.reshape(channels, -1)) if batch == 1 else torch.matmul(matrix, x.flatten(2))
     if bias is not None:
         out += bias.unsqueeze(-1)
     return out.view(batch, weight.shape[0], *spatial)

@@ -115,9 +115,10 @@ def lstm(
     forth = _lstm_pass(
         x, initial_h[:, :size], initial_c[:, :size], weight_ih, weight_hh, bias, acts, False, output_sequence
     )
+    h_back, c_back = initial_h[:, size:], initial_c[:, size:]
     back = _lstm_pass(
-        x, initial_h[:, size:], initial_c[:, size:], weight_ih_back, weight_hh_back, bias_back, acts, True, output_sequence
-    )  # fmt: skip
+        x, h_back, c_back, weight_ih_back, weight_hh_back, bias_back, acts, True, output_sequence
+    )
     sequence, hidden, cell = (torch.cat(pair, -1) for pair in zip(forth, back, strict=True))
     return sequence, hidden, cell
 

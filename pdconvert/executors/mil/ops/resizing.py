@@ -84,11 +84,8 @@ def upsample_bilinear(
     """Enlarge the last two axes; sizes are rounded down and the scale is recomputed from them."""
     height = math.floor(x.shape[-2] * scale_factor_height)
     width = math.floor(x.shape[-1] * scale_factor_width)
-    if align_corners:
-        mode = "STRICT_ALIGN_CORNERS"
-    else:
-        mode = "DEFAULT" if half_pixel_centers is False else "UNALIGN_CORNERS"
-    return _bilinear(x, height, width, mode)
+    apart = "DEFAULT" if half_pixel_centers is False else "UNALIGN_CORNERS"
+    return _bilinear(x, height, width, "STRICT_ALIGN_CORNERS" if align_corners else apart)
 
 
 def upsample_nearest_neighbor(

@@ -43,7 +43,7 @@ def reshape_like(
 
 def transpose(x: Tensor, *, perm: Sequence[int]) -> Tensor:
     """Permute axes."""
-    return x.permute(perm)
+    return x.permute(*perm)
 
 
 def expand_dims(x: Tensor, *, axes: Sequence[int]) -> Tensor:

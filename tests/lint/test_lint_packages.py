@@ -1,0 +1,121 @@
+"""Rules that look at whole packages or at flexible shapes, and packages that pdconvert itself builds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lint_programs import Example, conv, ct, half, lint, mb, of, save
+
+from pdconvert.executors.mil import Package
+from pdconvert.executors.mil.view import view_package
+from pdconvert.lint.report import find, lint_path
+from pdconvert.lint.targets import CHIP_NAMES, Targets
+from pdconvert.pipeline import build
+from pdconvert.recipe import load_recipe
+
+ALL = Targets(CHIP_NAMES, ("iOS18",))
+
+
+def converted(path: Path, shape, precision=None) -> Path:
+    """A convolution that `ct.convert` wrote for a flexible or fixed input shape."""
+    module = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 1), torch.nn.ReLU()).eval()
+    traced = torch.jit.trace(module, torch.zeros(1, 8, 1, 32))
+    model = ct.convert(
+        traced,
+        inputs=[ct.TensorType("x", shape)],
+        minimum_deployment_target=ct.target.iOS17,
+        compute_precision=precision or ct.precision.FLOAT16,
+        skip_model_load=True,
+    )
+    model.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("shape", "rule"),
+    [
+        ((1, 8, 1, ct.RangeDim(1, 64, default=32)), "run-time-shape"),
+        (ct.EnumeratedShapes([[1, 8, 1, 32], [1, 8, 1, 64]]), "enumerated-shapes"),
+        ((1, 8, 1, 32), None),
+    ],
+    ids=["range", "enumerated", "fixed"],
+)
+def test_flexible_shapes(tmp_path: Path, shape, rule) -> None:
+    report = lint_path(converted(tmp_path / "x.mlpackage", shape))
+    found = [f for f in report.findings if f.rule in ("run-time-shape", "enumerated-shapes")]
+    assert [f.rule for f in found] == ([rule] if rule else [])
+    assert report.passed == (rule != "run-time-shape")
+
+
+def test_a_package_in_fp32_fails(tmp_path: Path) -> None:
+    report = lint_path(converted(tmp_path / "x.mlpackage", (1, 8, 1, 32), ct.precision.FLOAT32))
+    assert {(f.found, f.count) for f in of(report, "fp32-inside")} == {
+        ("conv in fp32", 1),
+        ("relu in fp32", 1),
+    }
+    assert not report.passed
+
+
+def shared(name: str):
+    def body(inputs):
+        weight = mb.const(val=half(64, 64, 1, 1), name="weight")
+        if name:
+            weight.op.weight_id = name
+        return mb.conv(x=inputs["x"], weight=weight)
+
+    return Example(body)
+
+
+@pytest.mark.parametrize(("name", "copies"), [("weight", 1), ("", 2)], ids=["shared", "apart"])
+def test_unshared_weights(tmp_path: Path, name: str, copies: int) -> None:
+    path = save(tmp_path / "x.mlpackage", {"a": shared(name), "b": shared(name)})
+    found = of(lint_path(path), "unshared-weights")
+    assert [f.found for f in found] == (["weight stored 2 times"] if copies == 2 else [])
+    assert all(f.places[0].name == "weight (8192 bytes more)" and f.function is None for f in found)
+
+
+@pytest.mark.parametrize(
+    ("size", "chips"),
+    [(900_000_000, ()), (1_500_000_000, ("a14", "a15", "a16", "a17", "a18")), (2_500_000_000, CHIP_NAMES)],
+)
+def test_weight_size(tmp_path: Path, size: int, chips: tuple[str, ...]) -> None:
+    view = view_package(Package.open(Example(lambda i: conv(i["x"])).save(tmp_path / "x.mlpackage")))
+    assert list(view.weight_files) == ["weight.bin"]
+    view.weight_files["weight.bin"] = size
+    found = [f for f in find(view, ALL) if f.rule == "weight-size"]
+    assert [f.chips for f in found] == ([chips] if chips else [])
+
+
+@pytest.mark.parametrize(("target", "fires"), [("iOS17", True), ("iOS18", False)])
+def test_newer_system(tmp_path: Path, target: str, fires: bool) -> None:
+    found = of(lint(Example(lambda i: mb.relu(x=i["x"])), tmp_path, [target]), "newer-system")
+    assert [(f.found, f.systems) for f in found] == ([("needs iOS18", ("iOS17",))] if fires else [])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("prefill.outputs=logits", "prefill.embedding=graph", "passes.eager_gqa_attention.heads=single")],
+    ids=["default", "logits"],
+)
+def test_own_packages_have_no_fatal_or_silent_finding(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    build(load_recipe("tiny", overrides=overrides), tmp_path / "out")
+    report = lint_path(tmp_path / "out")
+    assert report.passed, [f.found for f in report.findings if f.severity in ("fatal", "silent")]
+    assert report.path == tmp_path / "out" / "prefill.mlpackage"
+
+
+def test_a_norm_without_scaling_is_named(tmp_path: Path) -> None:
+    """What `safe_rms_norm` prevents: its absence is found at the squaring op of each norm."""
+    recipe = load_recipe("tiny").resolved()
+    recipe["passes"] = [item for item in recipe["passes"] if "safe_rms_norm" not in str(item)]
+    path = tmp_path / "plain.yaml"
+    path.write_text(json.dumps(recipe))
+    build(load_recipe(str(path)), tmp_path / "out")
+    (finding,) = of(lint_path(tmp_path / "out"), "squares-overflow")
+    assert finding.count == 3
+    assert [place.name.split("_layernorm")[0] for place in finding.places] == [
+        "layers_0_input",
+        "layers_0_post_attention",
+        "layers_1_input",
+    ]
