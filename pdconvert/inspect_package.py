@@ -9,13 +9,15 @@ import math
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pdconvert.errors import InputError
 from pdconvert.executors.mil.package import Package
 from pdconvert.executors.mil.values import FileValue, ValueInfo, read_value, value_info
+from pdconvert.executors.mil.view import view_package
+from pdconvert.inspect_cost import estimate
 from pdconvert.schema import read_manifest
 
 MAX_HEADER_BYTES = 100_000_000  # what safetensors itself allows
@@ -77,6 +79,7 @@ def inspect_package(path: Path) -> dict[str, Any]:
     """Describe a `.mlpackage`; see `inspect_path`."""
     package = Package.open(path)
     weights = {name: list(_weights(package, name)) for name in package.function_names}
+    costs = {function.name: estimate(function) for function in view_package(package).functions}
     functions = {}
     for name, info in package.functions.items():
         operations = Counter(op.type for op in _operations(package.block(name)) if op.type != "const")
@@ -88,6 +91,7 @@ def inspect_package(path: Path) -> dict[str, Any]:
             "ops": dict(sorted(operations.items(), key=lambda item: (-item[1], item[0]))),
             "weights": _groups(weights[name]),
             "weight_bytes": sum(_records(weights[name]).values()),
+            "cost": asdict(costs[name]),
         }
     return {
         "kind": "package",
@@ -284,7 +288,10 @@ def _groups(weights: list[Weight]) -> list[dict[str, Any]]:
 
 
 def _sharing(weights: dict[str, list[Weight]]) -> dict[str, Any]:
-    """What the functions name together, and what each names alone, in bytes of the weight files."""
+    """What the functions name together, and what each names alone, in bytes of the weight files.
+
+    `records` has a row for each set of functions that name the same records of a weight file, by offset.
+    """
     sizes: dict[tuple[str, int], int] = {}
     users: dict[tuple[str, int], set[str]] = defaultdict(set)
     for function, members in weights.items():
@@ -295,7 +302,14 @@ def _sharing(weights: dict[str, list[Weight]]) -> dict[str, Any]:
         function: sum(size for record, size in sizes.items() if users[record] == {function})
         for function in weights
     }
+    together: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for record, names in users.items():
+        together[tuple(sorted(names))].append(sizes[record])
     return {
+        "records": [
+            {"functions": list(names), "records": len(members), "bytes": sum(members)}
+            for names, members in sorted(together.items(), key=lambda item: (-len(item[0]), item[0]))
+        ],
         "stored_bytes": sum(sizes.values()),
         "named_bytes": sum(size * len(users[record]) for record, size in sizes.items()),
         "shared_bytes": sum(size for record, size in sizes.items() if len(users[record]) > 1),

@@ -21,6 +21,7 @@ import yaml
 from conformance_modules import MODULES
 from torch import Tensor
 
+from pdconvert import families
 from pdconvert.executors.mil import Package
 from pdconvert.executors.mil.view import Op, Value, view_package
 from pdconvert.pipeline import build
@@ -100,8 +101,17 @@ def _tensor_text(value: Value) -> str:
 
 
 def variants(system: str) -> Iterator[dict[str, Any]]:
-    """Recipes of a small model which between them emit every form."""
+    """Recipes which between them emit every form: small models of all families, one of them in every variant."""
+    for family in families.names():
+        config = families.get({"model_type": family}).TINY
+        every = list(family_variants(system, config))
+        yield from every if family == "llama" else every[:1]
+
+
+def family_variants(system: str, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Recipes of one model; the first has every function and both ends of the graph."""
     base = load_recipe("tiny").resolved()
+    base["source"] = {"random": {"seed": 0, "config": config}}
     base["prefill"] |= {"target": system, "functions": [{"tokens": 32}]}
     base["probe"] = {"eval_windows": 1}
     base["gates"] = {"kld": 10.0, "top1": 0.0, "reason": "random weights have no meaningful distribution"}
@@ -171,6 +181,12 @@ def _input_type(value: Tensor) -> Any:
     return np.int32 if value.dtype == torch.int32 else np.float16
 
 
+def row_start(one: Form) -> str:
+    """The first cells of a form's row."""
+    op, params, tensors = one
+    return f"| `{op}` | {params or '-'} | {tensors} |"
+
+
 def render(own: dict[str, set[Form]], others: dict[str, set[Form]], version: str) -> str:
     """The document."""
     rows: dict[Form, list[str]] = defaultdict(list)
@@ -187,10 +203,7 @@ def render(own: dict[str, set[Form]], others: dict[str, set[Form]], version: str
         systems=" | ".join(SYSTEMS),
         rules="---|" * len(SYSTEMS),
     )
-    lines = [
-        f"| `{op}` | {params or '-'} | {tensors} | {' | '.join(rows[op, params, tensors])} |"
-        for op, params, tensors in every
-    ]
+    lines = [f"{row_start(one)} {' | '.join(rows[one])} |" for one in every]
     return header + "\n".join(lines) + "\n"
 
 

@@ -127,6 +127,10 @@ def test_sharing_between_functions(packages: Path) -> None:
     extra = 16 * 32 * 2
     assert large == small + extra
     assert report["sharing"] == {
+        "records": [
+            {"functions": ["large", "small"], "records": 7, "bytes": small},
+            {"functions": ["large"], "records": 1, "bytes": extra},
+        ],
         "stored_bytes": large,
         "named_bytes": small + large,
         "shared_bytes": small,
@@ -147,6 +151,89 @@ def test_states(packages: Path) -> None:
     assert [state["shape"] for state in main["states"]] == [[1, 2]]
     assert [value["name"] for value in main["inputs"]] == ["x"]
     assert main["weights"] == []
+
+
+def products(mb):
+    """One of each product, with its multiply-and-adds: name → (inputs, function of the inputs, count)."""
+    half = np.float16
+    x, heads = (1, 8, 1, 10), (1, 4, 6, 16)
+    return {
+        "conv": ((x,), lambda a: mb.conv(x=a, weight=np.ones((4, 8, 1, 3), half)), 4 * 8 * 8 * 3),
+        "grouped": ((x,), lambda a: mb.conv(x=a, weight=np.ones((4, 4, 1, 1), half), groups=2), 4 * 10 * 4),
+        "transposed": (
+            (x,),
+            lambda a: mb.conv_transpose(x=a, weight=np.ones((8, 4, 1, 3), half)),
+            8 * 10 * 4 * 3,
+        ),
+        "linear": (((5, 8),), lambda a: mb.linear(x=a, weight=np.ones((3, 8), half)), 5 * 3 * 8),
+        "matmul": ((heads, heads), lambda a, b: mb.matmul(x=a, y=b, transpose_y=True), 4 * 6 * 6 * 16),
+        "flipped": ((heads, heads), lambda a, b: mb.matmul(x=a, y=b, transpose_x=True), 4 * 16 * 16 * 6),
+        "broadcast": (((1, 4, 6, 16), (1, 1, 16, 5)), lambda a, b: mb.matmul(x=a, y=b), 4 * 6 * 5 * 16),
+        "einsum": (
+            ((1, 8, 3, 10), (1, 10, 3, 7)),
+            lambda a, b: mb.einsum(values=(a, b), equation="nchw,nwhu->nchu"),
+            8 * 3 * 10 * 7,
+        ),
+        "attention": (
+            ((1, 4, 6, 16), (1, 4, 9, 16), (1, 4, 9, 20)),
+            lambda a, b, c: mb.scaled_dot_product_attention(query=a, key=b, value=c),
+            4 * 6 * 9 * (16 + 20),
+        ),
+        "relu": ((x,), lambda a: mb.relu(x=a), 0),
+    }
+
+
+def write_program(path: Path, inputs, body) -> Path:
+    import coremltools as ct
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.mil import Function, Program, types
+
+    from pdconvert.emit.coreml import write_package
+
+    placeholders = {f"x{i}": mb.placeholder(shape=shape, dtype=types.fp16) for i, shape in enumerate(inputs)}
+    program = Program()
+    with Function(placeholders, opset_version=ct.target.iOS18) as function:
+        function.set_outputs([body(*function.inputs.values())])
+    program.add_function("main", function)
+    write_package(path, program, "iOS18", {})
+    return path
+
+
+def test_work_of_products(tmp_path: Path) -> None:
+    from coremltools.converters.mil import Builder as mb
+
+    for name, (inputs, body, count) in products(mb).items():
+        path = write_program(tmp_path / f"{name}.mlpackage", inputs, body)
+        assert inspect_path(path)["functions"]["main"]["cost"]["flops"] == 2 * count, name
+
+
+def test_bytes_moved(tmp_path: Path, packages: Path) -> None:
+    from coremltools.converters.mil import Builder as mb
+
+    def body(x):
+        weight = np.ones((64, 8, 1, 1), np.float16)
+        return mb.add(x=mb.conv(x=x, weight=weight), y=np.float16(1))
+
+    path = write_program(tmp_path / "x.mlpackage", [(1, 8, 1, 10)], body)
+    assert inspect_path(path)["functions"]["main"]["cost"] == {
+        "flops": 2 * 64 * 10 * 8,
+        "weight_bytes": 2 * 64 * 8 + 2,
+        "activation_bytes": 2 * 10 * (8 + 64 + 64 + 64),
+        "unsized_ops": 0,
+    }
+    compressed = inspect_path(packages / "small.mlpackage")["functions"]["main"]
+    assert compressed["cost"]["weight_bytes"] == compressed["weight_bytes"]
+
+
+def test_a_gather_moves_the_rows_that_it_gives(tmp_path: Path) -> None:
+    from coremltools.converters.mil import Builder as mb
+
+    def body(x):
+        return mb.gather(x=np.ones((5000, 4), np.float16), indices=mb.cast(x=x, dtype="int32"), axis=0)
+
+    path = write_program(tmp_path / "x.mlpackage", [(3,)], body)
+    cost = inspect_path(path)["functions"]["main"]["cost"]
+    assert (cost["weight_bytes"], cost["activation_bytes"]) == (0, 3 * (2 + 4) + 2 * 3 * 4 * 2)
 
 
 def write_safetensors(path: Path, tensors: dict[str, tuple[str, int]]) -> None:

@@ -34,7 +34,9 @@ def w8(tmp_path_factory, cache):
 
 
 def checks_of(folder: Path) -> dict[str, dict]:
-    return {check["name"]: check for check in json.loads((folder / "report/report.json").read_text())["checks"]}
+    return {
+        check["name"]: check for check in json.loads((folder / "report/report.json").read_text())["checks"]
+    }
 
 
 def test_w8_passes_its_gates(w8):
@@ -48,7 +50,9 @@ def test_w8_passes_its_gates(w8):
 
 def test_w8_answers_paris_on_the_command_line(w8):
     command = [sys.executable, "-m", "pdconvert", "run", str(w8[0]), "--prompt", "The capital of France is"]
-    result = subprocess.run([*command, "--max-tokens", "8", "--json"], capture_output=True, check=True, text=True)
+    result = subprocess.run(
+        [*command, "--max-tokens", "8", "--json"], capture_output=True, check=True, text=True
+    )
     answer = json.loads(result.stdout)
     assert "Paris" in answer["text"]
     assert answer["executors"]["prefill"]["executor"] in ("mil", "coreml")
@@ -92,7 +96,9 @@ def test_fp16_weights_give_the_tokens_of_hugging_face(tmp_path, form):
     recipe = load_recipe("smollm2-135m-fp16", overrides=[f"prefill.kv.rope={form}"])
     result = build(recipe, tmp_path / "out")
     assert result.verdict == "pass", result.summary
-    tokens = next(check for name, check in checks_of(tmp_path / "out").items() if name.startswith("pair: greedy"))
+    tokens = next(
+        check for name, check in checks_of(tmp_path / "out").items() if name.startswith("pair: greedy")
+    )
     assert tokens["value"] == 1.0 and tokens["floor"] == 1.0
 
 
@@ -114,7 +120,9 @@ def test_every_linear_of_hugging_face_becomes_an_equal_conv2d():
 
     from passes.linear_to_conv2d import convert
 
-    model = LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=100))
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=100)
+    )
     converted = dict(convert(model).named_modules())
     linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     assert len(linears) == 15

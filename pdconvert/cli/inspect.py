@@ -75,8 +75,19 @@ def _function_text(name: str, function: dict[str, Any]) -> str:
             else "no weights"
         ),
         f"  operations: {operations}",
+        f"  {_cost_text(function['cost'])}",
     ]
     return "\n".join(lines)
+
+
+def _cost_text(cost: dict[str, Any]) -> str:
+    moved = cost["weight_bytes"] + cost["activation_bytes"]
+    unsized = f"; {cost['unsized_ops']} ops of run-time size not counted" if cost["unsized_ops"] else ""
+    return (
+        f"estimated work of one call: {cost['flops'] / 1e9:.3g} GFLOP; {size_text(moved)} moved, op by op "
+        f"({size_text(cost['weight_bytes'])} weights as stored, {size_text(cost['activation_bytes'])} activations)"
+        f"{unsized}"
+    )
 
 
 def _decode_text(decode: dict[str, Any]) -> str:

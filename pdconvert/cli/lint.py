@@ -1,5 +1,6 @@
 """`pdconvert lint`: what in a package is known to keep it from the Neural Engine, or to slow it there."""
 
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,9 @@ from pdconvert.cli.params import UserPath, echo_json, json_option
 
 if TYPE_CHECKING:
     from pdconvert.lint.report import Finding, Place, Report
+
+SHOWN = 3
+"""Places named for each group of equal findings; `--json` has more."""
 
 
 @click.command("lint", short_help="Check a package against Neural Engine rules.")
@@ -42,29 +46,37 @@ def command(ctx: click.Context, path: Path, targets: tuple[str, ...], as_json: b
 def _text(report: "Report") -> str:
     from pdconvert.lint.report import NOTE
 
-    chosen = ", ".join((*report.targets.chips, *report.targets.systems))
-    parts = [f"{report.path} for {chosen}"]
-    parts += [_finding_text(finding, report) for finding in report.findings]
+    parts = [f"{report.path}, checked for {', '.join((*report.targets.chips, *report.targets.systems))}"]
+    for _, findings in groupby(report.findings, key=lambda finding: finding.rule):
+        parts.append(_rule_text(list(findings), report))
     counts = ", ".join(f"{count} {severity}" for severity, count in report.counts().items() if count)
     verdict = "pass" if report.passed else "fail"
     return "\n\n".join([*parts, f"{verdict}: {counts or 'nothing found'}\n{NOTE}"])
 
 
+def _rule_text(findings: list["Finding"], report: "Report") -> str:
+    """What one rule found: the rule itself once, then a line for each group of equal findings."""
+    rule = findings[0]
+    lines = [f"{rule.severity}  {rule.rule}: {rule.title}"]
+    lines += [f"  - {_finding_text(finding, report)}" for finding in findings]
+    return "\n".join([*lines, f"  mend: {rule.mend}", f"  source: {rule.source}"])
+
+
 def _finding_text(finding: "Finding", report: "Report") -> str:
-    where = f"function {finding.function}" if finding.function else "package"
+    where = f"{finding.function}: " if finding.function else ""
     times = f", {finding.count} times" if finding.count > 1 else ""
-    lines = [
-        f"{finding.severity}  {finding.rule}  {where}: {finding.found}{times}",
-        f"  {finding.title}.",
-        f"  at: {', '.join(map(_place_text, finding.places[:3]))}{', ...' if finding.count > 3 else ''}",
-        f"  mend: {finding.mend}",
-        f"  source: {finding.source}",
+    narrowed = [
+        ", ".join(names)
+        for names, every in (
+            (finding.chips, report.targets.chips),
+            (finding.systems, report.targets.systems),
+        )
+        if names != every
     ]
-    if finding.chips != report.targets.chips:
-        lines.insert(2, f"  chips: {', '.join(finding.chips)}")
-    if finding.systems != report.targets.systems:
-        lines.insert(2, f"  systems: {', '.join(finding.systems)}")
-    return "\n".join(lines)
+    only = f" (only {'; '.join(narrowed)})" if narrowed else ""
+    places = ", ".join(map(_place_text, finding.places[:SHOWN]))
+    more = ", ..." if finding.count > SHOWN else ""
+    return f"{where}{finding.found}{times}{only}: {places}{more}"
 
 
 def _place_text(place: "Place") -> str:

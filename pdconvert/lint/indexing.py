@@ -99,7 +99,7 @@ def run_time_bounds(function: FunctionView) -> Iterator[Found]:
     "scatter",
     "fatal",
     title="The Neural Engine has no scatter",
-    source=f"{ANEMLL_NOTES}; ANEForge `docs/developer/capabilities-and-targets.md` (reverse-engineered)",
+    source=f"{ANEMLL_NOTES}; ANEForge (reverse-engineered)",
     mend="blend with a mask that is an input, or return new rows and let the host write them",
 )
 def scatter(function: FunctionView) -> Iterator[Found]:

@@ -17,8 +17,8 @@ from typing import Generic, Literal, TypeVar
 
 from pdconvert.errors import InputError
 
-SILICON = "coreai-model-zoo `ane-silicon-reference.md` after arXiv 2606.22283 (reverse-engineered)"
-ANEFORGE = "ANEForge `docs/cross-chip.md` (reverse-engineered)"
+SILICON = "`ane-silicon-reference.md` (reverse-engineered)"
+ANEFORGE = "ANEForge (reverse-engineered)"
 FAMILY = "; it would differ if the source names a family here and not a chip"
 
 GB = 1_000_000_000

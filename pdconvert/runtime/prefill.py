@@ -14,6 +14,7 @@ from pdconvert.runtime.embedding import HostEmbedding
 from pdconvert.runtime.handoff import KeysValues
 from pdconvert.runtime.manifest import Function, Manifest, Port
 from pdconvert.runtime.mask import MASKED, causal_mask
+from pdconvert.runtime.prefix_cache import PrefixCache
 from pdconvert.runtime.rope import rope_tables, rotate_half_split
 
 
@@ -36,20 +37,25 @@ class Prefill:
         manifest: of the build.
         embedding: the host's embedding table.
         open_session: opens a function; called at its first use.
+        cache: where blocks of earlier prompts are kept, if anywhere.
         limit: longest prompt, in tokens.
+        calls: how many times a function was run so far.
+        cached_tokens: tokens whose K and V the cache gave so far.
         rope: cos and sin (1, 1, D_rot, P) fp16 of all positions that a call can see.
     """
 
     manifest: Manifest
     embedding: HostEmbedding
     open_session: Opener
+    cache: PrefixCache | None = None
 
     def __post_init__(self) -> None:
+        self.calls = self.cached_tokens = 0
         self._sessions: dict[str, Session] = {}
         self._masks: dict[str, np.ndarray] = {}
         functions = self.manifest.functions.values()
         self.limit = reach(functions)
-        longest = self.limit + max(function.tokens for function in functions)
+        longest = max(self.limit, self.manifest.longest_past) + max(item.tokens for item in functions)
         rope = self.manifest.rope
         self.rope = rope_tables(rope.inv_freq, rope.attention_factor, 0, longest)
 
@@ -88,35 +94,64 @@ class Prefill:
     def extend(self, past: KeysValues | None, ids: Sequence[int]) -> KeysValues:
         """K and V of `ids` on top of `past`, both together; `past` is not changed.
 
+        Without a past, blocks that the cache has are taken from there.
+
         Raises:
             InputError: no tokens, or more than the functions reach.
             CheckFailed: the package gives values that are not finite.
         """
-        manifest = self.manifest
-        done = past.tokens if past is not None else 0
-        buffer = _Past(manifest, past)
-        for chunk in plan_chunks(manifest.functions.values(), done, len(ids)):
-            function, start = chunk.function, chunk.start
-            part = list(ids[start - done : start - done + chunk.length])
-            inputs = {port.name: self._input(port, part, start, function, buffer) for port in function.inputs}
-            outputs = self.session(function).run(inputs)
-            keys, values = (self._output(name, outputs, function) for name in ("k", "v"))
-            buffer.append(keys[..., : chunk.length], values[..., : chunk.length], self.rope)
+        manifest, cache = self.manifest, self.cache if past is None else None
+        buffer = Past(manifest, past)
+        done = buffer.length
+        plan = plan_chunks(manifest.functions.values(), done, len(ids))
+        calls = [(chunk.function, ids[chunk.start - done :][: chunk.length]) for chunk in plan]
+        keys = cache.keys((function.name, part) for function, part in calls) if cache else [""] * len(calls)
+        for key, (function, part) in zip(keys, calls, strict=True):
+            start = buffer.length
+            block = cache.get(key, (2, *buffer.shape(len(part)))) if cache else None
+            if block is not None:
+                buffer.append(block[0], block[1], self.rope)
+                self.cached_tokens += len(part)
+                continue
+            self.call(function, part, buffer)
+            if cache:
+                cache.put(key, buffer.block(start))
+        if cache:
+            cache.touch(keys)
         return KeysValues.from_graph(
             buffer.keys(), buffer.values(), manifest.layers, buffer.length, manifest.key_form
         )
 
-    def _input(self, port: Port, ids: list[int], start: int, function: Function, past: _Past) -> np.ndarray:
-        """The value of one input for a call at position `start`."""
-        span = slice(start, start + function.tokens)
+    def call(self, function: Function, ids: Sequence[int], past: Past) -> Mapping[str, Any]:
+        """Run a function once on top of `past`, which takes up the new K and V.
+
+        Args:
+            function: one whose past holds that of `past`.
+            ids: 1 to `function.tokens` token ids.
+            past: of the tokens before them.
+
+        Returns:
+            The function's outputs by name.
+        """
+        past.reserve(function.past)
+        inputs = {port.name: self._input(port, list(ids), function, past) for port in function.inputs}
+        outputs = self.session(function).run(inputs)
+        self.calls += 1
+        keys, values = (self._output(name, outputs, function) for name in ("k", "v"))
+        past.append(keys[..., : len(ids)], values[..., : len(ids)], self.rope)
+        return outputs
+
+    def _input(self, port: Port, ids: list[int], function: Function, past: Past) -> np.ndarray:
+        """The value of one input for a call on top of `past`."""
+        span = slice(past.length, past.length + function.tokens)
         build: dict[str, Callable[[], np.ndarray]] = {
             "hidden": lambda: self.embedding.hidden(ids, function.tokens),
             "token_ids": lambda: _padded(ids, function.tokens),
             "rope_cos": lambda: self.rope[0][..., span],
             "rope_sin": lambda: self.rope[1][..., span],
-            "mask": lambda: self._mask(start, function),
-            "past_k": lambda: past.columns(past.graph_keys, function.past),
-            "past_v": lambda: past.columns(past.graph_values, function.past),
+            "mask": lambda: self._mask(past.length, function),
+            "past_k": lambda: past.graph_keys[..., : function.past],
+            "past_v": lambda: past.graph_values[..., : function.past],
             "row": lambda: _one_hot(len(ids) - 1, function.tokens),
         }
         if port.role not in build:
@@ -158,8 +193,8 @@ class Prefill:
         return value
 
 
-class _Past:
-    """K and V so far, in the graph's layout, in buffers that grow by doubling.
+class Past:
+    """K and V so far, in the graph's layout, in buffers that grow by doubling and are zero beyond the tokens.
 
     Attributes:
         length: tokens so far.
@@ -169,11 +204,23 @@ class _Past:
     def __init__(self, manifest: Manifest, past: KeysValues | None):
         self.length = 0
         self._raw = manifest.key_form == "raw"
-        shape = (1, manifest.layers * manifest.kv_heads, manifest.head_dim, 0)
-        self.graph_keys = self.graph_values = self._raw_keys = np.zeros(shape, np.float16)
+        self._rows, self._dim = manifest.layers * manifest.kv_heads, manifest.head_dim
+        self.graph_keys = self.graph_values = self._raw_keys = np.zeros(self.shape(0), np.float16)
         if past is not None:
             cos, sin = rope_tables(manifest.rope.inv_freq, manifest.rope.attention_factor, 0, past.tokens)
             self.append(past.graph_keys(), past.graph_values(), (cos, sin))
+
+    def shape(self, tokens: int) -> tuple[int, int, int, int]:
+        """(1, L·H_kv, D, n): shape of the keys, and of the values, of n tokens."""
+        return 1, self._rows, self._dim, tokens
+
+    def reserve(self, columns: int) -> None:
+        """Make the buffers at least that wide."""
+        if columns > self.graph_keys.shape[-1]:
+            self.graph_keys, self.graph_values = (
+                _grown(x, columns) for x in (self.graph_keys, self.graph_values)
+            )
+            self._raw_keys = _grown(self._raw_keys, columns) if self._raw else self.graph_keys
 
     def append(self, keys: np.ndarray, values: np.ndarray, rope: tuple[np.ndarray, np.ndarray]) -> None:
         """Add the new columns of a call; raw keys are turned here for the graph's next past.
@@ -184,11 +231,7 @@ class _Past:
         """
         end = self.length + keys.shape[-1]
         if end > self.graph_keys.shape[-1]:
-            size = max(end, 2 * self.graph_keys.shape[-1])
-            self.graph_keys, self.graph_values = (
-                _grown(x, size) for x in (self.graph_keys, self.graph_values)
-            )
-            self._raw_keys = _grown(self._raw_keys, size) if self._raw else self.graph_keys
+            self.reserve(max(end, 2 * self.graph_keys.shape[-1]))
         span = slice(self.length, end)
         self._raw_keys[..., span] = keys
         self.graph_values[..., span] = values
@@ -204,11 +247,9 @@ class _Past:
         """All values, (1, L·H_kv, D, n)."""
         return self.graph_values[..., : self.length]
 
-    def columns(self, buffer: np.ndarray, capacity: int) -> np.ndarray:
-        """The first `capacity` columns of a buffer, zero beyond the tokens so far."""
-        if buffer.shape[-1] >= capacity:
-            return buffer[..., :capacity]
-        return _grown(buffer, capacity)
+    def block(self, start: int) -> np.ndarray:
+        """A copy of keys and values from a token on, (2, 1, L·H_kv, D, n) fp16."""
+        return np.stack((self.keys()[..., start:], self.values()[..., start:]))
 
 
 def _grown(buffer: np.ndarray, size: int) -> np.ndarray:

@@ -9,16 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pdconvert.quiet import quiet_coremltools
 
-SMOLLM2_135M = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-}
-
 
 def random_llama(seed: int = 0, **config: Any) -> LlamaForCausalLM:
     """Return an eager fp32 llama with random weights that are multiples of an fp16 scale (8 bits)."""

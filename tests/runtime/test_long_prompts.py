@@ -14,7 +14,12 @@ from pdconvert.runtime.manifest import read_manifest
 from pdconvert.sources import open_source
 from pdconvert.verify import open_prefill
 
-FUNCTIONS = [{"tokens": 32}, {"tokens": 32, "past": 64}, {"tokens": 32, "past": 256}, {"tokens": 1, "past": 256}]
+FUNCTIONS = [
+    {"tokens": 32},
+    {"tokens": 32, "past": 64},
+    {"tokens": 32, "past": 256},
+    {"tokens": 1, "past": 256},
+]
 
 
 @pytest.fixture(scope="module", params=["rotated", "raw"])
@@ -23,7 +28,11 @@ def pair(request, tmp_path_factory):
         folder = tmp_path_factory.mktemp(request.param)
         patch.setenv("PDCONVERT_CACHE", str(folder / "cache"))
         data = load_recipe("tiny", overrides=["passes.quantize_weights.scheme=none"]).resolved()
-        data["prefill"] |= {"functions": FUNCTIONS, "outputs": "logits", "kv": {"rope": request.param, "storage": "io"}}
+        data["prefill"] |= {
+            "functions": FUNCTIONS,
+            "outputs": "logits",
+            "kv": {"rope": request.param, "storage": "io"},
+        }
         recipe = recipe_from_data(data, where="test", folder=folder)
         assert build(recipe, folder / "out").verdict == "pass"
         source = open_source(recipe.source)
@@ -73,5 +82,7 @@ def test_a_cache_grows_without_touching_the_given_one(pair):
 
 def test_a_prompt_beyond_the_context_is_refused(pair):
     _, prefill, _ = pair
-    with pytest.raises(InputError, match="the prompt has 289 tokens, and the functions of this build hold 288"):
+    with pytest.raises(
+        InputError, match="the prompt has 289 tokens, and the functions of this build hold 288"
+    ):
         prefill.run([1] * 289)
