@@ -70,9 +70,13 @@ def _case(
         side: _columns(value[..., start : start + len(ids)], shape.tokens) for side, value in streams.items()
     }
     if prefill.outputs == "logits":
-        inputs["row"] = np.zeros((1, 1, shape.tokens, 1), np.float16)
-        inputs["row"][0, 0, len(ids) - 1] = 1
-        expected["logits"] = _stored_logits(plan, blocks, start + len(ids) - 1)
+        rows = range(start, start + len(ids))
+        if prefill.logits == "row":
+            inputs["row"] = np.zeros((1, 1, shape.tokens, 1), np.float16)
+            inputs["row"][0, 0, len(ids) - 1] = 1
+            rows = rows[-1:]
+        size = 1 if prefill.logits == "row" else shape.tokens
+        expected["logits"] = _columns(_stored_logits(plan, blocks, rows), size)
     floors = {"fp32": plan.recipe.gates.graph_db, "fp16": plan.recipe.gates.fp16_db}
     return Case(shape.name, shape.name, ids, inputs, expected, dict.fromkeys(expected, floors))
 
@@ -84,12 +88,13 @@ def _columns(cache: np.ndarray, size: int) -> np.ndarray:
     return columns
 
 
-def _stored_logits(plan: Plan, blocks: Sequence[CompiledBlock], row: int) -> np.ndarray:
-    """Logits (1, V, 1, 1) of one probe token through the stored weights, de-quantized."""
+def _stored_logits(plan: Plan, blocks: Sequence[CompiledBlock], rows: range) -> np.ndarray:
+    """Logits (1, V, 1, n) of probe tokens through the stored weights, de-quantized."""
     head = blocks[-1]
     tensors = {
         name: value.dequantize() if isinstance(value, QuantizedLinear) else value.float()
         for name, value in head.tensors().items()
     }
-    hidden = head.streams().stored[0, row]
-    return Reference(plan.source, plan.family, plan.spec).logits(hidden, tensors).numpy().reshape(1, -1, 1, 1)
+    hidden = head.streams().stored[0, rows.start : rows.stop]
+    logits = Reference(plan.source, plan.family, plan.spec).logits(hidden, tensors)
+    return logits.T[None, :, None].numpy()

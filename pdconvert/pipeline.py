@@ -160,6 +160,7 @@ def _write_package(folder: Path, plan: Plan, compiler: Compiler, blocks: Sequenc
         load=lambda name: by_name[name].tensors(),
         target=prefill.target,
         outputs=prefill.outputs,
+        logits=prefill.logits,
         embedding=prefill.embedding,
     )
     write_package(

@@ -43,12 +43,12 @@ as well, when it converts a torch module with the same arithmetic or compresses 
 tools produce; that is evidence of a well-formed program, not of a unit that runs it.
 
 *ct*: coremltools writes this form for this system too. *unproven*: pdconvert emits it, coremltools did not write
-it here, and nobody has reported it on a device. *-*: not emitted for this system.
+it here, and nothing is known of it on a device. *-*: not emitted for this system.
 
 {proven} of {total} pairs of form and system are *ct*.
 
 | op | parameters | tensors | {systems} |
-|---|---|---|{rules}|
+|---|---|---|{rules}
 """
 
 Form = tuple[str, str, str]

@@ -46,19 +46,16 @@ How a source knows is in its brackets: *code* (read in a program), *documentatio
   programs a process has loaded: matters of the device and the caller.
 """
 
-SOURCES = """
-## Sources
-
-| short name | what it is |
-|---|---|
-| Apple, coreai-models | github.com/apple/coreai-models, rules and code for Core AI, mostly on the same hardware |
-| Apple, ml-ane-transformers | github.com/apple/ml-ane-transformers, and the article "Deploying Transformers on the ANE" |
-| coremltools | github.com/apple/coremltools, its guides, code and issues |
-| `ane-silicon-reference.md`, `ane-region-count-and-fp32-ops.md` | github.com/john-rocky/coreai-model-zoo, `knowledge/`; the first distils arXiv 2606.22283 |
-| ANEForge | github.com/sbryngelson/ANEForge, `docs/`: the code that goes with arXiv 2606.22283 |
-| Anemll, CoreML-LLM, 0seba/coremlmodels, NVMAI, more-ane-transformers, SqueezeBits | projects that convert LLMs for Core ML |
-| ExecuTorch | github.com/pytorch/executorch, its Core ML backend |
-"""
+SOURCES = {
+    "Apple, coreai-models": "github.com/apple/coreai-models: rules and code for Core AI, on the same engines",
+    "Apple, ml-ane-transformers": "github.com/apple/ml-ane-transformers, and its article on machinelearning.apple.com",
+    "coremltools": "github.com/apple/coremltools: its guides, code and issues",
+    "`ane-silicon-reference.md`": "github.com/john-rocky/coreai-model-zoo, `knowledge/`: distils arXiv 2606.22283",
+    "ANEForge": "github.com/sbryngelson/ANEForge, `docs/`: the code that goes with arXiv 2606.22283",
+    "ExecuTorch": "github.com/pytorch/executorch: its Core ML backend and examples",
+    "Anemll, CoreML-LLM, 0seba/coremlmodels, NVMAI, more-ane-transformers, SqueezeBits": "projects that convert LLMs "
+    "for Core ML",
+}
 
 TARGETS = """
 ## Targets
@@ -87,11 +84,16 @@ def render() -> str:
     """The document."""
     severities = "\n".join(f"| *{name}* | {meaning} |" for name, meaning in SEVERITIES.items())
     text = INTRODUCTION.format(count=len(RULES), failing=" or ".join(FAILING), severities=severities)
-    parts = [text.rstrip(), SOURCES.strip(), TARGETS.strip(), "\n".join(_facts()), "## Rules"]
+    parts = [text.rstrip(), _sources(), TARGETS.strip(), "\n".join(_facts()), "## Rules"]
     for severity in SEVERITIES:
         parts.append(f"### {severity.capitalize()}")
         parts += [_rule(rule) for rule in RULES if rule.severity == severity]
     return "\n\n".join(parts) + "\n"
+
+
+def _sources() -> str:
+    rows = [f"| {name} | {what} |" for name, what in SOURCES.items()]
+    return "\n".join(["## Sources", "", "| name | what it is |", "|---|---|", *rows])
 
 
 def _facts() -> Iterator[str]:

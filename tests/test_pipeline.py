@@ -49,6 +49,7 @@ VARIANTS = [
     ("prefill.kv.rope=raw",),
     ("prefill.outputs=logits",),
     ("prefill.embedding=graph",),
+    ("prefill.outputs=logits", "prefill.logits=all"),
     ("prefill.target=iOS16",),
     ("passes.quantize_weights.scheme=none",),
     ("passes.eager_gqa_attention.heads=single",),

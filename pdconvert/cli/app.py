@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from pdconvert import __version__
-from pdconvert.cli import build, doctor, exec, inspect, lint, listing, run, verify
+from pdconvert.cli import build, decode, doctor, exec, inspect, lint, listing, prefill, run, verify
 from pdconvert.errors import PdconvertError
 from pdconvert.process import exit_on_sigterm
 
@@ -33,6 +33,8 @@ EXIT_PIPE_CLOSED = 141
 SUBCOMMANDS: tuple[click.Command, ...] = (
     build.command,
     run.command,
+    prefill.command,
+    decode.command,
     verify.command,
     inspect.command,
     exec.command,

@@ -70,9 +70,12 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             "sequence_length": shape.tokens,
             "past_length": shape.past,
             "inputs": [
-                port.manifest() for port in input_ports(spec, shape, prefill.embedding, prefill.outputs)
+                port.manifest()
+                for port in input_ports(spec, shape, prefill.embedding, prefill.outputs, prefill.logits)
             ],
-            "outputs": [port.manifest() for port in output_ports(spec, shape, prefill.outputs)],
+            "outputs": [
+                port.manifest() for port in output_ports(spec, shape, prefill.outputs, prefill.logits)
+            ],
         }
         for shape in plan.shapes
     }
@@ -102,6 +105,7 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             "package": "prefill.mlpackage",
             "target": prefill.target,
             "outputs": prefill.outputs,
+            "logits": prefill.logits,
             "embedding": prefill.embedding,
             "compute_units": "cpu_and_ne",
             "functions": functions,

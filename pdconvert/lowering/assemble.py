@@ -37,7 +37,7 @@ class Lowering:
         skeletons: one weightless block per name, in order, the head last where there is one.
         load: the stored tensors of a block by name, memory-mapped.
         target: minimum deployment target, "iOS16" to "iOS18".
-        outputs, embedding: the recipe's `prefill.outputs` and `prefill.embedding`.
+        outputs, embedding, logits: the recipe's `prefill.outputs`, `prefill.embedding` and `prefill.logits`.
     """
 
     spec: ModelSpec
@@ -46,6 +46,7 @@ class Lowering:
     target: str
     outputs: str
     embedding: str
+    logits: str = "row"
     _graphs: dict[Any, BlockGraph] = field(default_factory=dict)
 
     def program(self, shapes: Sequence[FunctionShape]) -> Program:
@@ -60,7 +61,7 @@ class Lowering:
 
         program = Program()
         for shape in shapes:
-            ports = input_ports(self.spec, shape, self.embedding, self.outputs)
+            ports = input_ports(self.spec, shape, self.embedding, self.outputs, self.logits)
             inputs = {port.name: mb.placeholder(shape=port.shape, dtype=DTYPES[port.dtype]) for port in ports}
             with Function(inputs, opset_version=getattr(ct.target, self.target)) as function:
                 function.set_outputs(self._function(dict(function.inputs), shape))
@@ -90,8 +91,8 @@ class Lowering:
                 values.append(results[name])
         outputs = [_gather_cache(values, name) for name, values in caches.items()]
         if self.outputs == "logits":
-            outputs.append(self._logits(hidden, inputs["row"], self.skeletons[-1]))
-        wanted = [port.name for port in output_ports(self.spec, shape, self.outputs)]
+            outputs.append(self._logits(hidden, inputs.get("row"), shape))
+        wanted = [port.name for port in output_ports(self.spec, shape, self.outputs, self.logits)]
         assert [output.name for output in outputs] == wanted, "outputs differ from the contract"
         return outputs
 
@@ -105,13 +106,14 @@ class Lowering:
             rows = mb.mul(x=rows, y=np.float16(scale), name="embedding_scaled")
         return mb.expand_dims(x=mb.transpose(x=rows, perm=[0, 2, 1]), axes=[2], name="embedding_hidden")
 
-    def _logits(self, hidden: Any, row: Any, head: Block) -> Any:
-        """hidden (1, H, 1, S) and a one-hot row (1, 1, S, 1) → logits (1, V, 1, 1) of that row."""
-        size, length = self.spec.hidden_size, hidden.shape[3]
-        states = mb.reshape(x=hidden, shape=[1, 1, size, length], name="head_states")
-        chosen = mb.matmul(x=states, y=row, name="head_row")
-        chosen = mb.reshape(x=chosen, shape=[1, size, 1, 1], name="head_hidden")
-        (logits,) = self._block(head, FunctionShape(1), [chosen])
+    def _logits(self, hidden: Any, row: Any, shape: FunctionShape) -> Any:
+        """hidden (1, H, 1, S) → logits (1, V, 1, S), or (1, V, 1, 1) of one row by a one-hot `row` (1, 1, S, 1)."""
+        if row is not None:
+            size, shape = self.spec.hidden_size, FunctionShape(1)
+            states = mb.reshape(x=hidden, shape=[1, 1, size, hidden.shape[3]], name="head_states")
+            chosen = mb.matmul(x=states, y=row, name="head_row")
+            hidden = mb.reshape(x=chosen, shape=[1, size, 1, 1], name="head_hidden")
+        (logits,) = self._block(self.skeletons[-1], shape, [hidden])
         return mb.identity(x=logits, name="logits")
 
     def _block(self, block: Block, shape: FunctionShape, inputs: Sequence[Any]) -> list[Any]:

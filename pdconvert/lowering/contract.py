@@ -47,7 +47,9 @@ class Port:
         return {"name": self.name, "role": self.name, "shape": shape, "dtype": self.dtype, "axes": axes}
 
 
-def input_ports(spec: ModelSpec, shape: FunctionShape, embedding: str, outputs: str) -> list[Port]:
+def input_ports(
+    spec: ModelSpec, shape: FunctionShape, embedding: str, outputs: str, logits: str = "row"
+) -> list[Port]:
     """The inputs of a function, in the order of the contract."""
     tokens, past = shape.tokens, shape.past
     rope = (1, 1, spec.rope.dims, tokens), ("1", "1", "rope_dim", "token")
@@ -61,18 +63,19 @@ def input_ports(spec: ModelSpec, shape: FunctionShape, embedding: str, outputs: 
         cache = (1, len(spec.layers) * spec.kv_heads, spec.head_dim, past)
         axes = ("1", "layer*kv_head", "head_dim", "past_token")
         ports += [Port("past_k", cache, axes), Port("past_v", cache, axes)]
-    if outputs == "logits":
+    if outputs == "logits" and logits == "row":
         ports.append(Port("row", (1, 1, tokens, 1), ("1", "1", "token", "1")))
     return ports
 
 
-def output_ports(spec: ModelSpec, shape: FunctionShape, outputs: str) -> list[Port]:
+def output_ports(spec: ModelSpec, shape: FunctionShape, outputs: str, logits: str = "row") -> list[Port]:
     """The outputs of a function, in the order of the contract."""
     cache = (1, len(spec.layers) * spec.kv_heads, spec.head_dim, shape.tokens)
     axes = ("1", "layer*kv_head", "head_dim", "token")
     ports = [Port("k", cache, axes), Port("v", cache, axes)]
     if outputs == "logits":
-        ports.append(Port("logits", (1, spec.vocab_size, 1, 1), ("1", "vocabulary", "1", "1")))
+        rows, axis = (1, "1") if logits == "row" else (shape.tokens, "token")
+        ports.append(Port("logits", (1, spec.vocab_size, 1, rows), ("1", "vocabulary", "1", axis)))
     return ports
 
 

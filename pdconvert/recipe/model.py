@@ -53,6 +53,7 @@ class Prefill(Strict):
     Attributes:
         target: the oldest OS that loads the package.
         outputs: `kv` ends at the last layer's keys and values; `logits` keeps the head.
+        logits: with those, of one `row` that an input chooses, or of `all` rows.
         embedding: where token ids become vectors: on the `host` or in the `graph`.
         kv: the form of keys and values.
         functions: the entry points, which share one copy of the weights.
@@ -60,6 +61,7 @@ class Prefill(Strict):
 
     target: Literal["iOS16", "iOS17", "iOS18", "iOS26"] = "iOS18"
     outputs: Literal["kv", "logits"] = "kv"
+    logits: Literal["row", "all"] = "row"
     embedding: Literal["host", "graph"] = "host"
     kv: KvForm = KvForm()
     functions: Annotated[tuple[FunctionSpec, ...], BeforeValidator(_as_tuple)] = (FunctionSpec(tokens=128),)

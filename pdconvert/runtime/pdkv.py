@@ -11,14 +11,13 @@ frame has a SHA-256 over its own numbers and its arrays. docs/handoff.md is the 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -34,6 +33,7 @@ from pdconvert.runtime.pdkv_header import (
     PREFIX,
     SCHEMA,
     Header,
+    seal,
 )
 
 MARK = b"KVBL"
@@ -61,8 +61,7 @@ def encode(header: Header, kv: KeysValues | None) -> Iterator[bytes]:
             _array_bytes(header, [layer[:, :, start : start + tokens] for layer in part], tokens)
             for part in (kv.keys, kv.values)
         )
-        numbers = (MARK, index, start, tokens, len(body))
-        yield FRAME.pack(*numbers, _frame_digest(numbers, body)) + body
+        yield seal(FRAME, (MARK, index, start, tokens, len(body)), body) + body
 
 
 def write_pdkv(path: Path, header: Header, kv: KeysValues | None) -> int:
@@ -127,10 +126,11 @@ class PdkvReader:
             )
         if len(prefix) < PREFIX.size:
             raise self._cut_off("its prefix")
-        _, major, minor, length, digest = PREFIX.unpack(prefix)
-        if major > SCHEMA[0]:
+        _, major, minor, length, _ = PREFIX.unpack(prefix)
+        if major != SCHEMA[0]:
             raise InputError(
-                f"{name}: schema {major}.{minor} is newer than {SCHEMA[0]}.{SCHEMA[1]}; use a newer pdconvert"
+                f"{name}: schema is {major}.{minor}, and this version reads {SCHEMA[0]}.{SCHEMA[1]}; "
+                "use the pdconvert that wrote it, or prefill the prompt again"
             )
         if length > MAX_HEADER_BYTES or (PREFIX.size + length) % ALIGNMENT:
             raise InputError(
@@ -139,7 +139,7 @@ class PdkvReader:
         text = file.read(length)
         if len(text) < length:
             raise self._cut_off("its header")
-        if hashlib.sha256(text).digest() != digest:
+        if prefix != seal(PREFIX, (MAGIC, major, minor, length), text):
             raise InputError(f"{name}: header checksum does not match; prefill the prompt again")
         try:
             values = json.loads(text)
@@ -166,7 +166,7 @@ class PdkvReader:
         frame, body = self._file.read(FRAME.size), self._file.read(2 * size)
         if len(frame) + len(body) < header.frame_bytes(tokens):
             raise self._cut_off(where)
-        *numbers, digest = FRAME.unpack(frame)
+        *numbers, _ = FRAME.unpack(frame)
         wanted = (MARK, index, start, tokens, 2 * size)
         for key, have, want in zip(
             ("mark", "index", "start", "tokens", "bytes"), numbers, wanted, strict=True
@@ -175,14 +175,14 @@ class PdkvReader:
                 raise InputError(
                     f"{self._name}: {where} {key} is {have!r}, expected {want!r}; prefill the prompt again"
                 )
-        if _frame_digest(wanted, body) != digest:
+        if frame != seal(FRAME, wanted, body):
             raise InputError(f"{self._name}: {where} checksum does not match; prefill the prompt again")
         shape = header.array_shape(tokens)
-        keys, values = (
+        arrays = (
             np.frombuffer(body, "<f2", int(np.prod(shape)), offset).reshape(shape) for offset in (0, size)
         )
-        native = (unpack(array, header.layout, header.layers) for array in (keys, values))
-        return KeysValues(*native, header.key_form, start)
+        keys, values = (unpack(array, header.layout, header.layers) for array in arrays)
+        return KeysValues(keys, values, header.key_form, start)
 
     def _check_size(self, begin: int) -> None:
         """Compare a regular file's size with what its header says."""
@@ -243,9 +243,3 @@ def _array_bytes(header: Header, native: Sequence[np.ndarray], tokens: int) -> b
     if packed.dtype != np.float16 or packed.shape != header.array_shape(tokens):
         raise ValueError(f"K or V is {packed.dtype} {packed.shape}, not fp16 {header.array_shape(tokens)}")
     return packed.astype("<f2", copy=False).tobytes().ljust(header.array_bytes(tokens), b"\0")
-
-
-def _frame_digest(numbers: tuple[Any, ...], body: bytes) -> bytes:
-    total = hashlib.sha256(FRAME.pack(*numbers, bytes(32)))
-    total.update(body)
-    return total.digest()

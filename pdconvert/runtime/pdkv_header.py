@@ -24,9 +24,10 @@ SCHEMA = (1, 0)
 BLOCK_TOKENS = 128
 ALIGNMENT = 64
 PREFIX = struct.Struct("<8sHHI32s")
-"""Magic, major, minor, bytes of the header, SHA-256 of the header."""
-FRAME = struct.Struct("<4sIIIQ32s8x")
-"""Mark, number of the block, first token, tokens, bytes of the arrays, SHA-256 of all that and the arrays."""
+"""Magic, major, minor, bytes of the header; SHA-256 of these and the header."""
+FRAME = struct.Struct("<4sIQQQ32s")
+"""Mark, number of the block, first token, tokens, bytes of the arrays; SHA-256 of these and the arrays."""
+DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 1 << 20
 MAX_BLOCK_TOKENS = 1 << 16
 
@@ -102,7 +103,7 @@ class Header:
         """Prefix and header, as they stand at the beginning of the file."""
         text = json.dumps(asdict(self), allow_nan=False).encode()
         text = text.ljust(_aligned(PREFIX.size + len(text)) - PREFIX.size)
-        return PREFIX.pack(MAGIC, *SCHEMA, len(text), hashlib.sha256(text).digest()) + text
+        return seal(PREFIX, (MAGIC, *SCHEMA, len(text)), text) + text
 
     @classmethod
     def of(cls, manifest: Manifest, prompt: Sequence[int], tokens: int, layout: Layout = "native") -> Header:
@@ -211,6 +212,14 @@ def store_hash(manifest: Manifest) -> str:
 def token_ids_sha256(ids: Sequence[int]) -> str:
     """SHA-256 of token ids as little-endian int32."""
     return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()
+
+
+def seal(form: struct.Struct, numbers: Sequence[Any], body: bytes) -> bytes:
+    """A prefix or a frame: its numbers, and the SHA-256 of these and of the body that follows."""
+    begin = form.pack(*numbers, bytes(DIGEST_BYTES))[:-DIGEST_BYTES]
+    total = hashlib.sha256(begin)
+    total.update(body)
+    return begin + total.digest()
 
 
 def _aligned(size: int) -> int:

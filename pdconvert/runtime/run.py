@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pdconvert.runtime.chunks import plan_chunks
 from pdconvert.runtime.embedding import HostEmbedding
-from pdconvert.runtime.generate import Sampling, StopReason, generate
+from pdconvert.runtime.generate import Sampling
 from pdconvert.runtime.manifest import Function, Manifest, read_manifest
+from pdconvert.runtime.package_decode import PackageDecoder, decode_functions
 from pdconvert.runtime.prefill import Prefill
-from pdconvert.runtime.weights import DecodeWeights, read_config, read_json
+from pdconvert.runtime.prefix_cache import (
+    DEFAULT_DISK_BYTES,
+    BlockStore,
+    DiskStore,
+    PrefixCache,
+    cache_seed,
+)
+from pdconvert.runtime.weights import DecodeWeights
+from pdconvert.runtime.writer import Clock, OnText, StopReason, Writer
 
 if TYPE_CHECKING:
     from pdconvert.executors import Executor
-    from pdconvert.executors.mlx import DecodeModel
-    from pdconvert.runtime.tokenizer import Tokenizer
-
-OnText = Callable[[str], None]
-"""Receives each piece of text as soon as its characters are whole."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,10 @@ class RunResult:
         text: the text, which is also what the pieces of the stream add up to.
         token_ids: generated tokens; an EOS that ended the text is not among them.
         prompt_tokens: length of the prompt, template and BOS included.
-        stop_reason: "eos" or "length".
+        stop_reason: "eos", "length", or "context" where the package that decodes holds no more tokens.
         executors: what ran each half, and why.
         timings: seconds of each phase, and decoded tokens per second.
+        cached_tokens: prompt tokens that the prefix cache had; None without one.
     """
 
     text: str
@@ -44,10 +47,11 @@ class RunResult:
     stop_reason: StopReason
     executors: dict[str, dict[str, str]]
     timings: dict[str, float]
+    cached_tokens: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object of `run --json`."""
-        return {
+        content = {
             "text": self.text,
             "token_ids": list(self.token_ids),
             "prompt_tokens": self.prompt_tokens,
@@ -55,22 +59,22 @@ class RunResult:
             "executors": self.executors,
             "timings": {name: round(value, 4) for name, value in self.timings.items()},
         }
+        return content if self.cached_tokens is None else {**content, "cached_tokens": self.cached_tokens}
 
 
-@dataclass
-class Clock:
-    """Seconds of named phases."""
+@dataclass(frozen=True)
+class PackageOptions:
+    """How the package runs.
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    Attributes:
+        executor: "mil", "coreml" or "auto".
+        mode: arithmetic of the MIL executor, "fp32" or "fp16".
+        compute_units: where Core ML may run the package.
+    """
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds the time of a block to a phase."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+    executor: str = "auto"
+    mode: str = "fp32"
+    compute_units: str = "cpu_and_ne"
 
 
 @dataclass(frozen=True)
@@ -79,58 +83,47 @@ class Pair:
 
     Attributes:
         manifest: of the build.
-        tokenizer: of its decode folder.
         prefill: the package.
-        decode: the MLX weights.
+        writer: the tokenizer and what decodes.
         prefill_executor: what runs the package, and why.
-        eos_ids: tokens that end a text: of manifest, config, generation config and tokenizer together.
     """
 
     manifest: Manifest
-    tokenizer: Tokenizer
     prefill: Prefill
-    decode: DecodeModel
+    writer: Writer
     prefill_executor: dict[str, str]
-    eos_ids: frozenset[int]
 
     @classmethod
     def open(
-        cls, build: Path, *, executor: str = "auto", mode: str = "fp32", compute_units: str = "cpu_and_ne"
+        cls,
+        build: Path,
+        package: PackageOptions,
+        *,
+        decode: Literal["mlx", "package"] = "mlx",
+        stores: Sequence[BlockStore] = (),
     ) -> Pair:
         """Loads both halves.
 
         Args:
             build: a build folder; one with the verdict "fail" is loaded too.
-            executor: "mil", "coreml" or "auto".
-            mode: arithmetic of the MIL executor, "fp32" or "fp16".
-            compute_units: where Core ML may run the package.
+            package: how the package runs.
+            decode: what decodes: the MLX weights, or the package alone.
+            stores: where prefilled blocks are kept between prompts, fastest first.
 
         Raises:
-            InputError: not a build, or a part of it is missing or damaged.
+            InputError: not a build, a part of it is missing or damaged, or its package cannot decode.
         """
-        from pdconvert.executors import open_executor
-        from pdconvert.executors.mlx import DecodeModel
-        from pdconvert.runtime.tokenizer import Tokenizer, eos_token_ids
-
         manifest = read_manifest(build)
+        functions = decode_functions(manifest.functions.values()) if decode == "package" else None
+        prefill, executor = open_prefill(manifest, package, stores)
+        if functions is None:
+            from pdconvert.executors.mlx import DecodeModel
 
-        def open_function(function: Function) -> Executor:
-            return open_executor(
-                manifest.package, function.name, kind=executor, mode=mode, compute_units=compute_units
-            )
-
-        embedding = HostEmbedding(DecodeWeights(manifest.decode), manifest.embedding_scale)
-        prefill = Prefill(manifest, embedding, open_function)
-        session = prefill.session(plan_chunks(manifest.functions.values(), 0, 1)[0].function)
-        tokenizer = Tokenizer(manifest.decode)
-        generation = manifest.decode / "generation_config.json"
-        named = eos_token_ids(
-            read_config(manifest.decode),
-            read_json(generation) if generation.exists() else {},
-            tokenizer.eos_id,
-        )
-        decode = DecodeModel.load(manifest.decode)
-        return cls(manifest, tokenizer, prefill, decode, _describe(session, mode), manifest.eos_ids | named)
+            writer = Writer.open(manifest, DecodeModel.load(manifest.decode))
+        else:
+            decoder = PackageDecoder(prefill, functions, executor)
+            writer = Writer.open(manifest, decoder, decoder.context)
+        return cls(manifest, prefill, writer, executor)
 
     def run(
         self,
@@ -158,38 +151,56 @@ class Pair:
         """
         clock = clock or Clock()
         with clock.phase("tokenize_s"):
-            ids = self.tokenizer.encode(prompt, chat=chat)
+            ids = self.writer.tokenizer.encode(prompt, chat=chat)
+        cached = self.prefill.cached_tokens
         with clock.phase("prefill_s"):
             kv = self.prefill.run(ids)
-        with clock.phase("handoff_s"):
-            cache = self.decode.new_cache(kv, capacity=len(ids) + max_tokens)
-        stream = self.tokenizer.detokenizer()
-        pieces: list[str] = []
-        tokens: list[int] = []
-        stop: StopReason = "length"
+        written = self.writer.write(
+            kv, ids[-1:], max_tokens=max_tokens, sampling=sampling, clock=clock, on_text=on_text
+        )
+        return RunResult(
+            written.text,
+            written.token_ids,
+            len(ids),
+            written.stop_reason,
+            {"prefill": self.prefill_executor, "decode": self.writer.decoder.describe()},
+            written.timings(clock),
+            self.prefill.cached_tokens - cached if self.prefill.cache else None,
+        )
 
-        def emit(piece: str) -> None:
-            if piece:
-                pieces.append(piece)
-                if on_text is not None:
-                    on_text(piece)
 
-        with clock.phase("decode_s"):
-            steps = generate(
-                self.decode, cache, ids[-1], eos_ids=self.eos_ids, max_tokens=max_tokens, sampling=sampling
-            )
-            count = 0
-            for step in steps:
-                count += 1
-                stop = step.stop_reason or stop
-                if step.stop_reason != "eos":
-                    tokens.append(step.token_id)
-                    emit(stream.push(step.token_id))
-            emit(stream.finish())
-        executors = {"prefill": self.prefill_executor, "decode": self.decode.describe()}
-        seconds = clock.seconds
-        timings = {**seconds, "tokens_per_s": count / seconds["decode_s"]}
-        return RunResult("".join(pieces), tuple(tokens), len(ids), stop, executors, timings)
+def open_prefill(
+    manifest: Manifest, package: PackageOptions, stores: Sequence[BlockStore] = ()
+) -> tuple[Prefill, dict[str, str]]:
+    """The package, ready to prefill, and what runs it.
+
+    Raises:
+        InputError: the package or the embedding is missing or damaged.
+    """
+    from pdconvert.executors import open_executor
+
+    def open_function(function: Function) -> Executor:
+        return open_executor(
+            manifest.package,
+            function.name,
+            kind=package.executor,
+            mode=package.mode,
+            compute_units=package.compute_units,
+        )
+
+    embedding = HostEmbedding(DecodeWeights(manifest.decode), manifest.embedding_scale)
+    prefill = Prefill(manifest, embedding, open_function)
+    session: Any = prefill.session(plan_chunks(manifest.functions.values(), 0, 1)[0].function)
+    if stores:
+        seed = cache_seed(manifest, session.kind, package.mode, package.compute_units)
+        prefill.cache = PrefixCache(seed, stores)
+    described = {"executor": session.kind, "reason": session.reason}
+    return prefill, {**described, "mode": package.mode} if session.kind == "mil" else described
+
+
+def disk_stores(folder: Path | None, limit_bytes: int) -> tuple[BlockStore, ...]:
+    """The stores of `--prefix-cache FOLDER`: none without a folder."""
+    return () if folder is None else (DiskStore(folder, limit_bytes),)
 
 
 def run_build(
@@ -205,16 +216,18 @@ def run_build(
     executor: str = "auto",
     mode: str = "fp32",
     compute_units: str = "cpu_and_ne",
+    decode: Literal["mlx", "package"] = "mlx",
+    prefix_cache: Path | None = None,
+    prefix_cache_bytes: int = DEFAULT_DISK_BYTES,
     on_text: OnText | None = None,
 ) -> RunResult:
     """Opens a build and continues one prompt; see `Pair.open`, `Pair.run` and `Sampling`."""
     sampling, clock = Sampling(temperature, top_p, top_k, seed), Clock()
     with clock.phase("load_s"):
-        pair = Pair.open(build, executor=executor, mode=mode, compute_units=compute_units)
+        pair = Pair.open(
+            build,
+            PackageOptions(executor, mode, compute_units),
+            decode=decode,
+            stores=disk_stores(prefix_cache, prefix_cache_bytes),
+        )
     return pair.run(prompt, max_tokens=max_tokens, sampling=sampling, chat=chat, on_text=on_text, clock=clock)
-
-
-def _describe(session: Any, mode: str) -> dict[str, str]:
-    """Which executor runs the package, and why."""
-    described = {"executor": session.kind, "reason": session.reason}
-    return {**described, "mode": mode} if session.kind == "mil" else described

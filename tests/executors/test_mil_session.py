@@ -317,6 +317,36 @@ def test_old_content_that_is_read_later_survives_the_update(tmp_path: Path) -> N
     assert state["s"].tolist() == [0, 0, 11, 12]
 
 
+def test_a_part_that_is_read_after_a_later_update_is_copied_and_not_the_whole(tmp_path: Path) -> None:
+    """K and V in one state: K's rows are read after V's are written, as caches of many layers do."""
+
+    def body(v: Mapping[str, Any]) -> dict[str, Any]:
+        totals = []
+        for layer in range(3):
+            old = mb.read_state(input=v["s"])
+            new = mb.slice_update(x=old, update=v["x"], begin=[2 * layer, 0], end=[2 * layer + 1, 4])
+            keys = mb.coreml_update_state(state=v["s"], value=new)
+            row = mb.slice_by_index(x=keys, begin=[2 * layer, 0], end=[2 * layer + 1, 4])
+            flat = mb.reshape(x=row, shape=[4])
+            double = mb.add(x=v["x"], y=row)
+            new = mb.slice_update(
+                x=keys, update=double, begin=[2 * layer, 0], end=[2 * layer + 2, 4], stride=[2, 1]
+            )
+            values = mb.coreml_update_state(state=v["s"], value=new)
+            totals.append(mb.add(x=mb.reduce_sum(x=values, axes=[0]), y=flat))
+        return {f"total{n}": total for n, total in enumerate(totals)}
+
+    x = np.array([[1, 2, 3, 4]], np.float16)
+    path = save_program(tmp_path / "p.mlpackage", {"x": x}, body, states={"s": ((8, 4), types.fp16)})
+    session = MilSession(path)
+    assert [s.target for s in session.plan.steps if s.info.op_type == "slice_update"] == [0] * 6
+    state = session.make_state()
+    address = state["s"].data_ptr()
+    out = session.run({"x": x}, state)
+    assert [out[f"total{n}"].tolist() for n in range(3)] == [[3, 6, 9, 12], [5, 10, 15, 20], [7, 14, 21, 28]]
+    assert state["s"].data_ptr() == address
+
+
 def test_states_take_inputs_constants_views_and_each_other(tmp_path: Path) -> None:
     def body(v: Mapping[str, Any]) -> dict[str, Any]:
         a, b = mb.read_state(input=v["a"]), mb.read_state(input=v["b"])

@@ -8,7 +8,7 @@ costs about half a microsecond; argument lists, dictionaries and checks are only
 from collections.abc import Callable
 from typing import Any
 
-from pdconvert.executors.mil.graph import Step
+from pdconvert.executors.mil.plan import Step
 from pdconvert.executors.mil.values import round_fp16
 
 Call = Callable[[list[Any]], None]
@@ -17,6 +17,8 @@ Call = Callable[[list[Any]], None]
 
 def compile_step(step: Step) -> Call:
     """Return the closure of an `op` step."""
+    if step.detaches:
+        return _detaching(step.detaches, _general(step))
     plain = not step.dynamic and len(step.outs) == 1 and all(isinstance(arg, int) for arg in step.args)
     if not plain:
         return _general(step)
@@ -29,6 +31,15 @@ def compile_step(step: Step) -> Call:
     if len(slots) == 3:
         return _three(fn, slots[0], slots[1], slots[2], step.outs[0], step.rounds[0])
     return _general(step)
+
+
+def _detaching(slots: tuple[int, ...], call: Call) -> Call:
+    def detached(r: list[Any]) -> None:
+        for slot in slots:
+            r[slot] = r[slot].clone()
+        call(r)
+
+    return detached
 
 
 def _one(fn: Callable[..., Any], a: int, out: int, rounds: bool) -> Call:

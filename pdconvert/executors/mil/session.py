@@ -11,8 +11,9 @@ import torch
 from pdconvert.errors import InputError
 from pdconvert.executors.mil import dtypes
 from pdconvert.executors.mil.calls import Call, compile_step
-from pdconvert.executors.mil.graph import OpInfo, Plan, PlanBuilder, Step
+from pdconvert.executors.mil.graph import PlanBuilder
 from pdconvert.executors.mil.package import FunctionInfo, Package
+from pdconvert.executors.mil.plan import OpInfo, Plan, Step
 from pdconvert.executors.mil.values import RUN_TIME, ValueInfo, round_fp16
 from pdconvert.executors.mil.weights import WeightCache, default_cache_bytes
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pdconvert.executors.mil.graph import OpInfo
 from pdconvert.executors.mil.package import Package
+from pdconvert.executors.mil.plan import OpInfo
 from pdconvert.executors.mil.session import MilSession, State
 from pdconvert.executors.mil.values import round_fp16
 from pdconvert.executors.mil.weights import WeightCache, default_cache_bytes

@@ -1,0 +1,60 @@
+"""Builds of a tiny model with several functions, each made once in a test run."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdconvert.pipeline import build
+from pdconvert.recipe import load_recipe, recipe_from_data
+from pdconvert.runtime.manifest import Manifest, read_manifest
+from pdconvert.runtime.prefill import Prefill
+from pdconvert.verify import open_prefill
+
+FUNCTIONS = (
+    {"tokens": 32},
+    {"tokens": 32, "past": 64},
+    {"tokens": 32, "past": 256},
+    {"tokens": 8, "past": 64},
+    {"tokens": 1, "past": 64},
+    {"tokens": 1, "past": 256},
+)
+LIMIT = 288
+"""The longest prompt that FUNCTIONS take."""
+
+
+@cache
+def tiny_build(factory: pytest.TempPathFactory, form: str = "rotated", scheme: str = "none") -> Path:
+    """A build with FUNCTIONS and logits.
+
+    Args:
+        factory: of temporary folders.
+        form: of the keys, "rotated" or "raw".
+        scheme: of the weights, "none" or "w8a16".
+    """
+    folder = factory.mktemp(f"{form}-{scheme}")
+    data = load_recipe("tiny", overrides=[f"passes.quantize_weights.scheme={scheme}"]).resolved()
+    kv = {"rope": form, "storage": "io"}
+    data["prefill"] |= {"functions": list(FUNCTIONS), "outputs": "logits", "kv": kv}
+    recipe = recipe_from_data(data, where="test", folder=folder)
+    assert build(recipe, folder / "build", use_cache=False).verdict == "pass"
+    return folder / "build"
+
+
+def tiny_prefill(folder: Path, mode: str = "fp32") -> tuple[Manifest, Prefill]:
+    """A build's manifest, and its package run by the MIL executor."""
+    manifest = read_manifest(folder)
+    return manifest, open_prefill(manifest, "mil", mode)
+
+
+def token_ids(length: int, seed: int = 0) -> list[int]:
+    """Random bytes as token ids, without the special ones."""
+    return np.random.default_rng((seed, length)).integers(0, 256, length).tolist()
+
+
+def prompt_text(length: int, seed: int = 0) -> str:
+    """A prompt of that many tokens: one for each letter."""
+    return "".join(np.random.default_rng((seed, length)).choice(list("abcdefghijklmnopqrstuvwxyz "), length))
