@@ -18,6 +18,7 @@ from pdconvert.executors.mil.package import Package
 from pdconvert.executors.mil.values import FileValue, ValueInfo, read_value, value_info
 from pdconvert.executors.mil.view import view_package
 from pdconvert.inspect_cost import estimate
+from pdconvert.packages import build_packages, is_build, packages_of
 from pdconvert.schema import read_manifest
 
 MAX_HEADER_BYTES = 100_000_000  # what safetensors itself allows
@@ -50,19 +51,16 @@ def inspect_path(path: Path) -> dict[str, Any]:
     Raises:
         InputError: neither lies there, or a file of it is missing or damaged.
     """
-    if (path / "manifest.json").is_file():
+    if is_build(path):
         return inspect_build(path)
-    if path.suffix == ".mlmodelc":
-        raise InputError(f"{path} is compiled for one device; give the .mlpackage that it was made from")
-    if path.is_dir() and not (path / "Manifest.json").is_file():
-        raise InputError(f"{path} is neither a build (no manifest.json) nor an .mlpackage (no Manifest.json)")
-    return inspect_package(path)
+    (package,) = packages_of(path)
+    return inspect_package(package)
 
 
 def inspect_build(path: Path) -> dict[str, Any]:
-    """Describe a build folder; see `inspect_path`."""
+    """Describe a build folder; see `inspect_path`. Its packages: `prefill`, or `parts` where the model is cut."""
     manifest = read_manifest(path)
-    package = manifest["prefill"].get("package", "prefill.mlpackage")
+    packages = [inspect_package(package) for package in build_packages(path, manifest["prefill"])]
     return {
         "kind": "build",
         "path": str(path),
@@ -70,7 +68,7 @@ def inspect_build(path: Path) -> dict[str, Any]:
         "verdict": manifest.get("verdict"),
         "source": manifest.get("source"),
         "size_bytes": folder_bytes(path),
-        "prefill": inspect_package(path / package),
+        **({"prefill": packages[0]} if len(packages) == 1 else {"parts": packages}),
         "decode": inspect_decode(path / "decode"),
     }
 
@@ -151,20 +149,16 @@ def _operations(block: Any) -> Iterator[Any]:
 
 def _weights(package: Package, function: str) -> Iterator[Weight]:
     """The weights of a function: what no other constant expression takes up."""
-    constants = {
-        op.outputs[0].name: op
+    ops = [
+        op
         for op in _operations(package.block(function))
         if op.type == "const" or op.type.startswith("constexpr_")
-    }
+    ]
+    constants = {output.name: op for op in ops for output in op.outputs}
     reader = _ConstantReader(package, constants)
-    inner = {
-        argument.name
-        for op in constants.values()
-        for binding in op.inputs.values()
-        for argument in binding.arguments
-    }
-    for name, op in constants.items():
-        if name in inner:
+    inner = {argument.name for op in ops for binding in op.inputs.values() for argument in binding.arguments}
+    for op in ops:
+        if any(output.name in inner for output in op.outputs):
             continue
         weight = reader.weight(op)
         if weight.records:

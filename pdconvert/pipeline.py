@@ -25,12 +25,14 @@ from pdconvert.emit.mlx import check_store_equality, write_decode_folder
 from pdconvert.emit.vectors import Case, GreedyCase, write_vectors
 from pdconvert.errors import CheckFailed
 from pdconvert.ledger import Ledger
+from pdconvert.lowering.contract import Part
 from pdconvert.prepare import GREEDY_TOKENS, Plan, Texts, make_compiler, make_plan, make_texts, resolve_passes
 from pdconvert.process import output_folder
 from pdconvert.progress import Progress
 from pdconvert.quant.store import Stored
 from pdconvert.report.summary import summary
 from pdconvert.sources import open_source
+from pdconvert.split import part_path, split
 
 if TYPE_CHECKING:
     from pdconvert.recipe import Recipe
@@ -85,7 +87,8 @@ def build(
         with progress.stage("greedy tokens of the reference"):
             greedy = _greedy(compiler, texts)
         with progress.stage("write the prefill package"):
-            _write_package(folder / "prefill.mlpackage", plan, compiler, blocks)
+            parts = _parts(plan, blocks)
+            _write_packages(folder, plan, compiler, blocks, parts)
         with progress.stage("write the decode folder"):
             decode = write_decode_folder(
                 folder / "decode", plan.decode_config, decode_tensors(plan, blocks), source
@@ -93,7 +96,7 @@ def build(
         cases = make_cases(plan, texts, blocks, folder / "decode")
         write_vectors(folder / "test_vectors", cases, greedy)
         store_hash, eos = _store_hash(blocks), _eos(plan, tokenizer)
-        emitted = Emitted(plan, texts, hashes, blocks, decode, store_hash, compiler.made_by(), eos)
+        emitted = Emitted(plan, texts, hashes, blocks, decode, store_hash, compiler.made_by(), parts, eos)
         write_json(folder / "manifest.json", manifest(folder, emitted, "fail", Cost(0, 0)))
 
         with progress.stage("verify the shipped files"):
@@ -145,27 +148,36 @@ def _greedy(compiler: Compiler, texts: Texts) -> list[GreedyCase]:
     ]
 
 
-def _write_package(folder: Path, plan: Plan, compiler: Compiler, blocks: Sequence[CompiledBlock]) -> None:
+def _parts(plan: Plan, blocks: Sequence[CompiledBlock]) -> list[Part]:
+    """How the recipe's split_model cuts the package."""
+    wanted = plan.recipe.prefill.split_model
+    if wanted is None:
+        return [Part.whole(plan.spec)]
+    stored = {block.name: (block.folder / "tensors.safetensors").stat().st_size for block in blocks}
+    sizes = [stored[block.name] for block in blocks if block.name.startswith("layers.")]
+    sizes[0] += stored["embedding"] if plan.interface.embedding == "graph" else 0
+    sizes[-1] += stored["head"] if plan.interface.outputs == "logits" else 0
+    limit = None if wanted.limit_mb is None else wanted.limit_mb * 10**6
+    return split(sizes, limit=limit, parts=wanted.parts)
+
+
+def _write_packages(
+    folder: Path, plan: Plan, compiler: Compiler, blocks: Sequence[CompiledBlock], parts: Sequence[Part]
+) -> None:
     from pdconvert.quiet import quiet_coremltools
 
     quiet_coremltools()
     from pdconvert.emit.coreml import write_package
     from pdconvert.lowering.assemble import Lowering
 
-    prefill = plan.recipe.prefill
-    by_name = {block.name: block for block in blocks}
-    lowering = Lowering(
-        spec=plan.spec,
-        skeletons=compiler.skeletons(prefill.outputs),
-        load=lambda name: by_name[name].tensors(),
-        target=prefill.target,
-        outputs=prefill.outputs,
-        logits=prefill.logits,
-        embedding=prefill.embedding,
-    )
-    write_package(
-        folder, lowering.program(plan.shapes), prefill.target, {"pdconvert.recipe": plan.recipe.name}
-    )
+    by_name, target = {block.name: block for block in blocks}, plan.recipe.prefill.target
+    skeletons = compiler.skeletons(plan.interface.outputs)
+    lowering = Lowering(plan.spec, skeletons, lambda name: by_name[name].tensors(), target, plan.interface)
+    for index, part in enumerate(parts):
+        path = folder / part_path(index, len(parts))
+        write_package(
+            path, lowering.program(plan.shapes, part), target, {"pdconvert.recipe": plan.recipe.name}
+        )
 
 
 def decode_tensors(plan: Plan, blocks: Sequence[CompiledBlock]) -> Iterator[tuple[str, Stored]]:

@@ -14,7 +14,7 @@ from pdconvert.blocks import DecoderLayer
 from pdconvert.compile import Compiler, code_hash
 from pdconvert.errors import InputError
 from pdconvert.inventory import check_inventory
-from pdconvert.lowering.contract import FunctionShape
+from pdconvert.lowering.contract import FunctionShape, Interface
 from pdconvert.model import ModelSpec
 from pdconvert.program import Pass
 from pdconvert.quant.grid import decode_group
@@ -71,6 +71,12 @@ class Plan:
         """Factor on the embedding rows that enter the graph."""
         factors = [item.factor for item in self.passes if item.name == "scale_residual"]
         return self.spec.embedding_scale * (factors[0] if factors else 1.0)
+
+    @property
+    def interface(self) -> Interface:
+        """The package's choice of inputs and outputs."""
+        prefill = self.recipe.prefill
+        return Interface(prefill.embedding, prefill.outputs, prefill.logits)
 
     @property
     def decode_only_matrices(self) -> bool:

@@ -27,7 +27,9 @@ from pdconvert.errors import InputError, PdconvertError
 from pdconvert.rename import exchange
 
 EXIT_TERMINATED = 143
-BUILD_ENTRIES = frozenset({"manifest.json", "prefill.mlpackage", "decode", "test_vectors", "report"})
+BUILD_ENTRIES = frozenset(
+    {"manifest.json", "prefill", "prefill.mlpackage", "decode", "test_vectors", "report"}
+)
 # Below this, the disk counts as full when a write has failed for whatever reason a library gives.
 FULL_DISK_BYTES = 1 << 20
 

@@ -16,13 +16,14 @@ from pdconvert import schema
 from pdconvert.checks import Check, verdict
 from pdconvert.emit.vectors import Case, GreedyCase, read_vectors
 from pdconvert.measure import kl_divergence_nats, mean_and_error, sqnr_db
-from pdconvert.runtime.manifest import Function, Manifest, read_manifest
+from pdconvert.runtime.manifest import Manifest, read_manifest
+from pdconvert.runtime.sessions import Opener, open_function
 
 if TYPE_CHECKING:
     from pdconvert.executors.mlx import DecodeModel
     from pdconvert.forensics import Fault
     from pdconvert.recipe.model import Gates
-    from pdconvert.runtime.prefill import Prefill, Session
+    from pdconvert.runtime.prefill import Prefill
 
 NEAR_TIE = 0.05
 """Positions whose two best reference logits are closer than this do not count as different."""
@@ -55,15 +56,23 @@ def fp16_fault(manifest: Manifest, case: Case) -> Fault | None:
     from pdconvert.executors.mil.trace import Tracer
     from pdconvert.forensics import find_fault
 
-    trace = Tracer(Package.open(manifest.package), case.function, weight_cache_bytes=0).run(case.inputs)
-    return find_fault(trace.rows, manifest.made_by)
+    inputs = dict(case.inputs)
+    for part in manifest.parts_of(case.function):
+        rows = slice(part.first * manifest.kv_heads, part.last * manifest.kv_heads)
+        taken = {
+            name: inputs[name][:, rows] if name.startswith("past_") else inputs[name] for name in part.inputs
+        }
+        trace = Tracer(Package.open(part.package), case.function, weight_cache_bytes=0).run(taken)
+        fault = find_fault(trace.rows, manifest.made_by)
+        if fault is not None:
+            return fault
+        inputs["hidden"] = trace.outputs.get("next_hidden")
+    return None
 
 
 def check_case(manifest: Manifest, case: Case, executor: str, mode: str) -> list[Check]:
     """Run one function of the package on a case's inputs; one check per output."""
-    from pdconvert.executors import open_executor
-
-    session = open_executor(manifest.package, case.function, kind=executor, mode=mode, weight_cache_bytes=0)
+    session = open_function(manifest, case.function, kind=executor, mode=mode, weight_cache_bytes=0)
     got = session.run(case.inputs)
     label = f"{session.kind} {mode}" if session.kind == "mil" else session.kind
     checks = []
@@ -203,17 +212,13 @@ def check_cost(
 
 def open_prefill(manifest: Manifest, executor: str, mode: str) -> Prefill:
     """The prefill half of a build, run by the given executor."""
-    from pdconvert.executors import open_executor
     from pdconvert.runtime.embedding import HostEmbedding
     from pdconvert.runtime.prefill import Prefill
     from pdconvert.runtime.weights import DecodeWeights
 
     embedding = HostEmbedding(DecodeWeights(manifest.decode), manifest.embedding_scale)
-
-    def open_session(function: Function) -> Session:
-        return open_executor(manifest.package, function.name, kind=executor, mode=mode)
-
-    return Prefill(manifest, embedding, open_session)
+    opener = Opener(manifest, {"kind": executor, "mode": mode})
+    return Prefill(manifest, embedding, lambda function: opener.open(function.name))
 
 
 def verify_build(build: Path, executor: str = "auto") -> dict[str, Any]:
@@ -228,12 +233,11 @@ def verify_build(build: Path, executor: str = "auto") -> dict[str, Any]:
     Raises:
         InputError: not a build, or a damaged one.
     """
-    from pdconvert.executors import open_executor
     from pdconvert.executors.mlx import DecodeModel
 
     manifest = read_manifest(build)
     cases, greedy = read_vectors(build / "test_vectors")
-    kind = open_executor(manifest.package, next(iter(manifest.functions)), kind=executor).kind
+    kind = open_function(manifest, next(iter(manifest.functions)), kind=executor).kind
     checks: list[Check] = []
     for case in cases:
         for mode in ("fp32", "fp16") if kind == "mil" else ("fp16",):

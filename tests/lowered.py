@@ -22,7 +22,7 @@ from passes import (
 from pdconvert.compile import stored_tensors, unrotate
 from pdconvert.executors.mil import MilSession, Package
 from pdconvert.families import llama
-from pdconvert.lowering.contract import FunctionShape
+from pdconvert.lowering.contract import FunctionShape, Interface
 from pdconvert.measure import sqnr_db
 from pdconvert.program import Block, Pass, Probe
 from pdconvert.quant.store import Stored
@@ -93,7 +93,13 @@ def lowering(reference: Reference, form: Form) -> tuple[Lowering, dict[str, Mapp
         block = apply(head_block(reference), [*(item for item in shared if item.name in FOR_HEADS), quantize])
         store["head"] = stored_tensors(block)
         blocks.append(apply(block, graph))
-    lowered = Lowering(reference.spec, blocks, store.__getitem__, form.target, form.outputs, form.embedding)
+    lowered = Lowering(
+        reference.spec,
+        blocks,
+        store.__getitem__,
+        form.target,
+        Interface(form.embedding, form.outputs),
+    )
     return lowered, store
 
 

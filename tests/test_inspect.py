@@ -146,6 +146,23 @@ def test_the_forms_of_ios16(packages: Path) -> None:
     }
 
 
+def test_a_sparse_weight_with_scales(tmp_path: Path) -> None:
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.mil import types
+
+    def body(x):
+        mask = (np.arange(512) % 2).reshape(64, 8, 1, 1).astype(types.np_uint1_dtype)
+        scale = np.ones((64, 1, 1, 1), np.float16)
+        mask, values = mb.constexpr_sparse_blockwise_shift_scale(
+            data_mask=mask, nonzero_data=np.ones(256, np.int8), scale=scale
+        )
+        return mb.conv(x=x, weight=mb.constexpr_sparse_to_dense(nonzero_data=values, mask=mask))
+
+    path = write_program(tmp_path / "x.mlpackage", [(1, 8, 1, 10)], body)
+    main = inspect_path(path)["functions"]["main"]
+    assert weights(main) == {("sparse", "-"): (1, 512, 256 + 128 + 64)}
+
+
 def test_states(packages: Path) -> None:
     main = inspect_path(packages / "state.mlpackage")["functions"]["main"]
     assert [state["shape"] for state in main["states"]] == [[1, 2]]
@@ -269,6 +286,18 @@ def test_a_build(build: Path) -> None:
         "tensors": {"F16": {"tensors": 1, "bytes": 4}, "U32": {"tensors": 2, "bytes": 96}},
         "weight_bytes": 100,
     }
+
+
+def test_a_build_of_several_packages(build: Path) -> None:
+    names = [f"part_{number}.mlpackage" for number in (1, 2)]
+    for name in names:
+        shutil.copytree(build / "prefill.mlpackage", build / name)
+    manifest = json.loads((build / "manifest.json").read_text())
+    manifest["prefill"] = {"parts": [{"package": name} for name in names]}
+    (build / "manifest.json").write_text(json.dumps(manifest))
+    report = inspect_path(build)
+    assert "prefill" not in report
+    assert [part["path"] for part in report["parts"]] == [str(build / name) for name in names]
 
 
 @pytest.mark.parametrize(

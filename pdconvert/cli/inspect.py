@@ -23,8 +23,9 @@ def command(path: Path, as_json: bool) -> None:
         click.echo(
             f"build {report['name']}: {report['verdict']}, {size_text(report['size_bytes'])}, {path}\n"
         )
-        click.echo(_package_text(report["prefill"]))
-        click.echo("\n" + _decode_text(report["decode"]))
+        for package in report.get("parts") or [report["prefill"]]:
+            click.echo(_package_text(package) + "\n")
+        click.echo(_decode_text(report["decode"]))
     else:
         click.echo(_package_text(report))
 

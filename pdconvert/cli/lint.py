@@ -63,7 +63,8 @@ def _rule_text(findings: list["Finding"], report: "Report") -> str:
 
 
 def _finding_text(finding: "Finding", report: "Report") -> str:
-    where = f"{finding.function}: " if finding.function else ""
+    package = finding.package if len(report.packages) > 1 else ""
+    where = "".join(f"{name}: " for name in (package, finding.function) if name)
     times = f", {finding.count} times" if finding.count > 1 else ""
     narrowed = [
         ", ".join(names)

@@ -16,9 +16,10 @@ from pdconvert.checks import Check
 from pdconvert.compile import CompiledBlock, step_to_json
 from pdconvert.emit.mlx import DecodeFolder
 from pdconvert.ledger import Ledger
-from pdconvert.lowering.contract import input_ports, output_ports
+from pdconvert.lowering.contract import FunctionShape, Part, input_ports, output_ports
 from pdconvert.prepare import Plan, Texts
 from pdconvert.process import list_files
+from pdconvert.split import WHOLE, part_path
 
 TOOLS = (
     "torch",
@@ -39,6 +40,7 @@ class Emitted:
 
     Attributes:
         store_hash: SHA-256 over the quantized store, from which both halves were written.
+        parts: how the package is cut.
         made_by: which pass each module comes from, by block.
         eos_token_ids: every token that ends a text.
     """
@@ -50,6 +52,7 @@ class Emitted:
     decode: DecodeFolder
     store_hash: str
     made_by: dict[str, dict[str, str]]
+    parts: Sequence[Part]
     eos_token_ids: tuple[int, ...]
 
 
@@ -65,20 +68,16 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
     """The manifest's content; docs/contracts.md describes every field."""
     plan, spec = emitted.plan, emitted.plan.spec
     prefill = plan.recipe.prefill
-    functions = {
-        shape.name: {
-            "sequence_length": shape.tokens,
-            "past_length": shape.past,
-            "inputs": [
-                port.manifest()
-                for port in input_ports(spec, shape, prefill.embedding, prefill.outputs, prefill.logits)
-            ],
-            "outputs": [
-                port.manifest() for port in output_ports(spec, shape, prefill.outputs, prefill.logits)
-            ],
+    functions = {shape.name: _function(plan, shape, None) for shape in plan.shapes}
+    count = len(emitted.parts)
+    parts = [
+        {
+            "package": part_path(index, count).as_posix(),
+            "layers": [part.first, part.last],
+            "functions": {shape.name: _function(plan, shape, part) for shape in plan.shapes},
         }
-        for shape in plan.shapes
-    }
+        for index, part in enumerate(emitted.parts)
+    ]
     return {
         "schema": schema.SCHEMA,
         "name": plan.recipe.name,
@@ -102,7 +101,7 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             },
         },
         "prefill": {
-            "package": "prefill.mlpackage",
+            **({"package": WHOLE} if count == 1 else {"parts": parts}),
             "target": prefill.target,
             "outputs": prefill.outputs,
             "logits": prefill.logits,
@@ -142,6 +141,15 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
         "tools": {**{name: metadata.version(name) for name in TOOLS}, "python": platform.python_version()},
         "cost": {"seconds": round(cost.seconds, 1), "peak_bytes": cost.peak_bytes},
         "files": [name for name in list_files(folder) if not name.startswith(".")],
+    }
+
+
+def _function(plan: Plan, shape: FunctionShape, part: Part | None) -> dict[str, Any]:
+    return {
+        "sequence_length": shape.tokens,
+        "past_length": shape.past,
+        "inputs": [port.manifest() for port in input_ports(plan.spec, shape, plan.interface, part)],
+        "outputs": [port.manifest() for port in output_ports(plan.spec, shape, plan.interface, part)],
     }
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from pdconvert.executors.mil.weights import WeightCache
+
 KINDS = ("auto", "mil", "coreml")
 
 
@@ -48,6 +50,7 @@ def open_executor(
     mode: str = "fp32",
     compute_units: str = "cpu_and_ne",
     weight_cache_bytes: int | None = None,
+    cache: "WeightCache | None" = None,
 ) -> Executor:
     """Open one function of a package.
 
@@ -59,6 +62,7 @@ def open_executor(
         compute_units: `all`, `cpu_and_ne`, `cpu_and_gpu` or `cpu_only`; of Core ML only.
         weight_cache_bytes: how many bytes of materialised weights `mil` keeps between runs; 0 where there
             is one run only.
+        cache: of `mil`: shared by the sessions of one package, whose functions have weights in common.
 
     Raises:
         InputError: the package cannot be run, or Core ML was asked for where there is none.
@@ -78,4 +82,6 @@ def open_executor(
     from pdconvert.executors.mil import MilSession
 
     why = "asked for" if kind == "mil" else f"Core ML runs on macOS only, this is {sys.platform}"
-    return MilSession(package, function, mode=mode, reason=why, weight_cache_bytes=weight_cache_bytes)
+    return MilSession(
+        package, function, mode=mode, reason=why, weight_cache_bytes=weight_cache_bytes, cache=cache
+    )

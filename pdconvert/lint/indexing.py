@@ -23,10 +23,10 @@ _COMPARISONS = ("greater", "greater_equal", "less", "less_equal", "equal", "not_
 @function_rule(
     "gather",
     "perf",
-    title="Gathers run on the CPU, which cuts the graph there",
+    title="Gathers were seen to run on the CPU, which cuts the graph there",
     source="more-ane-transformers notes (documentation): tables of at most 32768 rows at best; Apple: position tables"
     " are inputs",
-    mend="look rows up on the host and make them an input (prefill.embedding: host, pass rope_as_input)",
+    mend="look rows up on the host and make them an input (prefill.embedding: host; pass rope_as_input)",
 )
 def gather(function: FunctionView) -> Iterator[Found]:
     """`gather` and its kin with computed indices or a computed table."""

@@ -16,7 +16,7 @@ ENGINE_TYPES = ("fp16", "int8", "uint8", "int16")
 @function_rule(
     "linear-op",
     "perf",
-    title="Projections are fastest as 1x1 convolutions on (batch, channels, 1, positions)",
+    title="Apple's code for the Neural Engine has projections as 1x1 convolutions on (batch, channels, 1, positions)",
     source=f"Apple, ml-ane-transformers, principle 1; {APPLE_RULES}",
     mend="write the projection as a 1x1 conv on a tensor of rank 4 (pass linear_to_conv2d)",
 )
@@ -34,7 +34,7 @@ def linear_op(function: FunctionView) -> Iterator[Found]:
 @function_rule(
     "conv-rank",
     "perf",
-    title="Convolutions are computed on tensors of rank 4",
+    title="The layout of the Neural Engine is (batch, channels, 1, positions)",
     source=APPLE_RULES,
     mend="give the tensor a height of 1, so that it is (batch, channels, 1, positions)",
 )

@@ -139,7 +139,7 @@ def unfused_layer_norm(function: FunctionView) -> Iterator[Found]:
 @function_rule(
     "pow",
     "perf",
-    title="`pow` is slow or leaves the Neural Engine; products do not",
+    title="`pow` is reported to be harmful on the Neural Engine",
     source="SqueezeBits, on Core ML LLMs (second-hand)",
     mend="write mul(x, x), or mul(x, mul(x, x)); use the op gelu for its tanh form",
 )

@@ -5,13 +5,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdconvert.errors import InputError
 from pdconvert.executors.mil.package import Package
 from pdconvert.executors.mil.view import PackageView, view_package
 from pdconvert.lint.rule import FAILING, SEVERITIES, Found, Rule, Severity
 from pdconvert.lint.rules import RULES
 from pdconvert.lint.targets import CHIP_NAMES, SYSTEM_NAMES, Targets, read_targets
-from pdconvert.schema import read_manifest
+from pdconvert.packages import packages_of
 
 NOTE = (
     "Rules name what is known to prevent or slow execution on the Neural Engine; none says that anything will run"
@@ -36,6 +35,7 @@ class Finding:
 
     Attributes:
         rule, severity, title, source, mend: the rule's.
+        package: file name of the package.
         function: name of the function; None for the package.
         found: what was found.
         count: how many times.
@@ -49,6 +49,7 @@ class Finding:
     title: str
     source: str
     mend: str
+    package: str
     function: str | None
     found: str
     chips: tuple[str, ...]
@@ -59,15 +60,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What the rules found in one package.
+    """What the rules found.
 
     Attributes:
-        path: the package.
-        targets: what it was checked for.
+        path: the package or build.
+        packages: the packages that were read.
+        targets: what they were checked for.
         findings: in the order of the rules.
     """
 
     path: Path
+    packages: list[Path]
     targets: Targets
     findings: list[Finding]
 
@@ -86,6 +89,7 @@ class Report:
         """The report as plain data."""
         return {
             "path": str(self.path),
+            "packages": [str(package) for package in self.packages],
             "verdict": "pass" if self.passed else "fail",
             "chips": list(self.targets.chips),
             "systems": list(self.targets.systems),
@@ -96,7 +100,7 @@ class Report:
 
 
 def lint_path(path: Path, targets: Sequence[str] = (), rules: Sequence[Rule] = RULES) -> Report:
-    """Check a `.mlpackage`, or the package of a build folder.
+    """Check a `.mlpackage`, or the packages of a build folder.
 
     Args:
         path: the package or build.
@@ -106,22 +110,29 @@ def lint_path(path: Path, targets: Sequence[str] = (), rules: Sequence[Rule] = R
     Raises:
         InputError: neither lies there, a part is missing or damaged, or a target is unknown.
     """
-    package = view_package(Package.open(_package_path(path)))
-    chosen = read_targets(targets, package.system)
-    return Report(package.package.path, chosen, list(find(package, chosen, rules)))
+    packages = packages_of(path)
+    views = [view_package(Package.open(package)) for package in packages]
+    chosen = read_targets(targets, max(view.system for view in views))
+    return Report(path, packages, chosen, list(find(views, chosen, rules)))
 
 
-def find(package: PackageView, targets: Targets, rules: Sequence[Rule] = RULES) -> Iterator[Finding]:
-    """Apply rules to a package; equal findings of a function are one, with a count."""
+def find(
+    packages: Sequence[PackageView], targets: Targets, rules: Sequence[Rule] = RULES
+) -> Iterator[Finding]:
+    """Apply rules to packages; equal findings of a function are one, with a count."""
     for rule in rules:
-        if rule.on_package is not None:
-            yield from _grouped(rule, None, rule.on_package(package), targets)
-        if rule.on_function is not None:
-            for function in package.functions:
-                yield from _grouped(rule, function.name, rule.on_function(function), targets)
+        for package in packages:
+            name = package.package.path.name
+            if rule.on_package is not None:
+                yield from _grouped(rule, name, None, rule.on_package(package), targets)
+            if rule.on_function is not None:
+                for function in package.functions:
+                    yield from _grouped(rule, name, function.name, rule.on_function(function), targets)
 
 
-def _grouped(rule: Rule, function: str | None, found: Iterator[Found], targets: Targets) -> list[Finding]:
+def _grouped(
+    rule: Rule, package: str, function: str | None, found: Iterator[Found], targets: Targets
+) -> list[Finding]:
     groups: dict[Any, Finding] = {}
     for one in found:
         chips = _both(_both(one.chips or CHIP_NAMES, rule.chips), targets.chips)
@@ -131,7 +142,16 @@ def _grouped(rule: Rule, function: str | None, found: Iterator[Found], targets: 
         finding = groups.setdefault(
             (one.text, chips, systems),
             Finding(
-                rule.id, rule.severity, rule.title, rule.source, rule.mend, function, one.text, chips, systems
+                rule.id,
+                rule.severity,
+                rule.title,
+                rule.source,
+                rule.mend,
+                package,
+                function,
+                one.text,
+                chips,
+                systems,
             ),
         )
         finding.count += 1
@@ -152,13 +172,3 @@ def _place(found: Found) -> Place:
 
 def _both(names: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name in others)
-
-
-def _package_path(path: Path) -> Path:
-    if (path / "manifest.json").is_file():
-        return path / read_manifest(path)["prefill"].get("package", "prefill.mlpackage")
-    if path.suffix == ".mlmodelc":
-        raise InputError(f"{path} is compiled for one device; give the .mlpackage that it was made from")
-    if path.is_dir() and not (path / "Manifest.json").is_file():
-        raise InputError(f"{path} is neither a build (no manifest.json) nor an .mlpackage (no Manifest.json)")
-    return path

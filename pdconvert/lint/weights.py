@@ -28,7 +28,7 @@ def blockwise_weights(function: FunctionView) -> Iterator[Found]:
         scale = op.input("scale") if op.type in _SCALED else None
         if scale is None:
             continue
-        shape, axis = op.outputs[-1].shape, _output_axis(op)
+        shape, axis = op.out.shape, _output_axis(op)
         split = {i: size for i, size in enumerate(scale.shape) if size > 1}
         if split and split != {axis: shape[axis]}:
             blocks = "x".join(str(shape[i] // size) for i, size in enumerate(scale.shape))
@@ -49,7 +49,7 @@ def lut_groups(function: FunctionView) -> Iterator[Found]:
         table = op.input("lut") if op.type in _LUTS else None
         if table is None or len(table.shape) < 3:  # the form of iOS 16 has one table
             continue
-        shape, groups, axis = op.outputs[-1].shape, table.shape[:-2], _output_axis(op)
+        shape, groups, axis = op.out.shape, table.shape[:-2], _output_axis(op)
         others = [i for i, size in enumerate(groups) if size > 1 and i != axis]
         if others:
             yield Found(f"tables for groups of axis {others[0]}, a form that was not measured", op)
@@ -68,7 +68,7 @@ def lut_groups(function: FunctionView) -> Iterator[Found]:
 def int8_folds(function: FunctionView) -> Iterator[Found]:
     """8-bit weights with a scale."""
     for op in function.ops:
-        data = op.input("quantized_data") or op.input("data") if op.type.startswith("constexpr_") else None
+        data = _coded(op)
         if data is not None and data.dtype in BYTE_TYPES and op.input("scale") is not None:
             yield Found("8-bit weight", op)
 
@@ -98,7 +98,7 @@ def palette_ios18(function: FunctionView) -> Iterator[Found]:
 def scaled_palette(function: FunctionView) -> Iterator[Found]:
     """`constexpr_blockwise_shift_scale` of a table's result."""
     for op in function.ops:
-        data = op.input("data") if op.type in _SCALED else None
+        data = _coded(op) if op.type in _SCALED else None
         if data is not None and data.maker is not None and data.maker.type in _LUTS:
             yield Found("table with a scale", op)
 
@@ -144,6 +144,13 @@ def unshared_weights(package: PackageView) -> Iterator[Found]:
             )
 
 
+def _coded(op: Op) -> Value | None:
+    """The codes that a constant expression scales, also in its sparse form and in that of iOS 16."""
+    if not op.type.startswith("constexpr_"):
+        return None
+    return op.input("data") or op.input("nonzero_data") or op.input("quantized_data")
+
+
 def _weights(function: FunctionView) -> Iterator[Value]:
     """Constants that computed ops take, each once."""
     seen: set[int] = set()
@@ -156,7 +163,7 @@ def _weights(function: FunctionView) -> Iterator[Value]:
 
 def _output_axis(op: Op) -> int:
     """The axis of output channels of a weight, as the op that multiplies by it has it."""
-    value = op.outputs[-1]
+    value = op.outputs[-1]  # sparse forms give a mask of the dense shape first, then the packed values
     while value.users and value.users[0].is_constant and value.users[0].type.startswith("constexpr_"):
         value = value.users[0].outputs[-1]
     user = value.users[0] if value.users else None

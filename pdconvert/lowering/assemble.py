@@ -15,7 +15,7 @@ from coremltools.converters.mil.mil import Function, Program, types
 from pdconvert.blocks import KeysValuesLayer
 from pdconvert.errors import InputError
 from pdconvert.lowering.aten import ROWS, slice_axis
-from pdconvert.lowering.contract import FunctionShape, input_ports, output_ports
+from pdconvert.lowering.contract import FunctionShape, Interface, Part, input_ports, output_ports
 from pdconvert.lowering.export import BlockGraph, export_block, signature
 from pdconvert.model import ModelSpec
 from pdconvert.program import Block
@@ -37,20 +37,22 @@ class Lowering:
         skeletons: one weightless block per name, in order, the head last where there is one.
         load: the stored tensors of a block by name, memory-mapped.
         target: minimum deployment target, "iOS16" to "iOS18".
-        outputs, embedding, logits: the recipe's `prefill.outputs`, `prefill.embedding` and `prefill.logits`.
+        interface: the recipe's choice of inputs and outputs.
     """
 
     spec: ModelSpec
     skeletons: Sequence[Block]
     load: LoadBlock
     target: str
-    outputs: str
-    embedding: str
-    logits: str = "row"
+    interface: Interface
     _graphs: dict[Any, BlockGraph] = field(default_factory=dict)
 
-    def program(self, shapes: Sequence[FunctionShape]) -> Program:
-        """The MIL program with one function per shape, the first one being the default."""
+    def program(self, shapes: Sequence[FunctionShape], part: Part | None = None) -> Program:
+        """The MIL program with one function per shape, the first one being the default.
+
+        Args:
+            part: the layers that it holds; all of them by default.
+        """
         import coremltools as ct
 
         if self.target not in SPECIFICATION_VERSIONS:
@@ -59,23 +61,23 @@ class Lowering:
             )
         mb.name_count.clear()  # names of constants count up per process; equal builds need equal names
 
+        part = part or Part.whole(self.spec)
         program = Program()
         for shape in shapes:
-            ports = input_ports(self.spec, shape, self.embedding, self.outputs, self.logits)
+            ports = input_ports(self.spec, shape, self.interface, part)
             inputs = {port.name: mb.placeholder(shape=port.shape, dtype=DTYPES[port.dtype]) for port in ports}
             with Function(inputs, opset_version=getattr(ct.target, self.target)) as function:
-                function.set_outputs(self._function(dict(function.inputs), shape))
+                function.set_outputs(self._function(dict(function.inputs), shape, part))
             program.add_function(shape.name, function)
         program.default_function_name = shapes[0].name
         program.export_as_multifunction = len(shapes) > 1
         return program
 
-    def _function(self, inputs: dict[str, Any], shape: FunctionShape) -> list[Any]:
-        hidden = inputs["hidden"] if self.embedding == "host" else self._embed(inputs["token_ids"])
+    def _function(self, inputs: dict[str, Any], shape: FunctionShape, part: Part) -> list[Any]:
+        hidden = inputs["hidden"] if "hidden" in inputs else self._embed(inputs["token_ids"])
         caches: dict[str, list[Any]] = {"k": [], "v": []}
         rope_mask = [inputs["rope_cos"], inputs["rope_sin"], inputs["mask"]]
-        layers = [block for block in self.skeletons if block.name.startswith("layers.")]
-        for index, block in enumerate(layers):
+        for index, block in enumerate(self.skeletons[part.first : part.last]):
             heads = block.spec.kv_heads
             attends = shape.past and not isinstance(block.module, KeysValuesLayer)
             past = [
@@ -90,9 +92,11 @@ class Lowering:
             for name, values in caches.items():
                 values.append(results[name])
         outputs = [_gather_cache(values, name) for name, values in caches.items()]
-        if self.outputs == "logits":
+        if not part.ends:
+            outputs.append(mb.identity(x=hidden, name="next_hidden"))
+        elif self.interface.outputs == "logits":
             outputs.append(self._logits(hidden, inputs.get("row"), shape))
-        wanted = [port.name for port in output_ports(self.spec, shape, self.outputs, self.logits)]
+        wanted = [port.name for port in output_ports(self.spec, shape, self.interface, part)]
         assert [output.name for output in outputs] == wanted, "outputs differ from the contract"
         return outputs
 

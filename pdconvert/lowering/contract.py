@@ -47,34 +47,77 @@ class Port:
         return {"name": self.name, "role": self.name, "shape": shape, "dtype": self.dtype, "axes": axes}
 
 
+@dataclass(frozen=True)
+class Part:
+    """A run of decoder layers in one package; the first part takes the embedding, the last one ends the model.
+
+    Attributes:
+        first, last: layers first … last − 1.
+        starts, ends: whether it is the first, the last part.
+    """
+
+    first: int
+    last: int
+    starts: bool = True
+    ends: bool = True
+
+    @classmethod
+    def whole(cls, spec: ModelSpec) -> Part:
+        """The one part of a model that is not split."""
+        return cls(0, len(spec.layers))
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What decides a package's ports besides geometry and function shape.
+
+    Attributes:
+        embedding: "host" or "graph".
+        outputs: "kv" or "logits".
+        logits: "row" or "all".
+    """
+
+    embedding: str = "host"
+    outputs: str = "kv"
+    logits: str = "row"
+
+
 def input_ports(
-    spec: ModelSpec, shape: FunctionShape, embedding: str, outputs: str, logits: str = "row"
+    spec: ModelSpec, shape: FunctionShape, interface: Interface, part: Part | None = None
 ) -> list[Port]:
     """The inputs of a function, in the order of the contract."""
+    part = part or Part.whole(spec)
     tokens, past = shape.tokens, shape.past
     rope = (1, 1, spec.rope.dims, tokens), ("1", "1", "rope_dim", "token")
-    if embedding == "graph":
+    if interface.embedding == "graph" and part.starts:
         ports = [Port("token_ids", (1, tokens), ("1", "token"), "int32")]
     else:
         ports = [Port("hidden", (1, spec.hidden_size, 1, tokens), ("1", "hidden", "1", "token"))]
     ports += [Port("rope_cos", *rope), Port("rope_sin", *rope)]
     ports.append(Port("mask", (1, 1, shape.keys, tokens), ("1", "1", "key", "token")))
     if past:
-        cache = (1, len(spec.layers) * spec.kv_heads, spec.head_dim, past)
+        cache = (1, (part.last - part.first) * spec.kv_heads, spec.head_dim, past)
         axes = ("1", "layer*kv_head", "head_dim", "past_token")
         ports += [Port("past_k", cache, axes), Port("past_v", cache, axes)]
-    if outputs == "logits" and logits == "row":
+    if interface.outputs == "logits" and interface.logits == "row" and part.ends:
         ports.append(Port("row", (1, 1, tokens, 1), ("1", "1", "token", "1")))
     return ports
 
 
-def output_ports(spec: ModelSpec, shape: FunctionShape, outputs: str, logits: str = "row") -> list[Port]:
-    """The outputs of a function, in the order of the contract."""
-    cache = (1, len(spec.layers) * spec.kv_heads, spec.head_dim, shape.tokens)
+def output_ports(
+    spec: ModelSpec, shape: FunctionShape, interface: Interface, part: Part | None = None
+) -> list[Port]:
+    """The outputs of a function, in the order of the contract; a part before the last gives `next_hidden` too."""
+    part = part or Part.whole(spec)
+    cache = (1, (part.last - part.first) * spec.kv_heads, spec.head_dim, shape.tokens)
     axes = ("1", "layer*kv_head", "head_dim", "token")
     ports = [Port("k", cache, axes), Port("v", cache, axes)]
-    if outputs == "logits":
-        rows, axis = (1, "1") if logits == "row" else (shape.tokens, "token")
+    if not part.ends:
+        ports.append(
+            Port("next_hidden", (1, spec.hidden_size, 1, shape.tokens), ("1", "hidden", "1", "token"))
+        )
+    elif interface.outputs == "logits":
+        rows, axis = (1, "1") if interface.logits == "row" else (shape.tokens, "token")
         ports.append(Port("logits", (1, spec.vocab_size, 1, rows), ("1", "vocabulary", "1", axis)))
     return ports
 

@@ -47,6 +47,24 @@ class FunctionSpec(Strict):
         return f"{'decode' if self.tokens == 1 else 'extend'}_{self.tokens}_ctx{self.past}"
 
 
+class SplitModel(Strict):
+    """How the package is cut into parts, each a run of decoder layers.
+
+    Attributes:
+        limit_mb: most megabytes of weights in a part.
+        parts: or the number of parts.
+    """
+
+    limit_mb: int | None = Field(default=None, ge=1)
+    parts: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.limit_mb is None) == (self.parts is None):
+            fail("expected one of limit_mb and parts")
+        return self
+
+
 class Prefill(Strict):
     """The Core ML half.
 
@@ -56,6 +74,7 @@ class Prefill(Strict):
         logits: with those, of one `row` that an input chooses, or of `all` rows.
         embedding: where token ids become vectors: on the `host` or in the `graph`.
         kv: the form of keys and values.
+        split_model: cuts the package into parts under a size; left out, it is one.
         functions: the entry points, which share one copy of the weights.
     """
 
@@ -64,6 +83,7 @@ class Prefill(Strict):
     logits: Literal["row", "all"] = "row"
     embedding: Literal["host", "graph"] = "host"
     kv: KvForm = KvForm()
+    split_model: SplitModel | None = None
     functions: Annotated[tuple[FunctionSpec, ...], BeforeValidator(_as_tuple)] = (FunctionSpec(tokens=128),)
 
     @model_validator(mode="after")
@@ -212,6 +232,11 @@ class Recipe(Strict):
         """Plain data with every default written out, which loads to an equal recipe."""
         data = self.model_dump(mode="json")
         data["source"] = {key: value for key, value in data["source"].items() if value is not None}
+        split = data["prefill"]["split_model"]
+        if split is None:
+            del data["prefill"]["split_model"]
+        else:
+            data["prefill"]["split_model"] = {key: value for key, value in split.items() if value is not None}
         if data["gates"]["reason"] is None:
             del data["gates"]["reason"]
         if data["probe"]["text"] is None:

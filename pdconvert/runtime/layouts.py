@@ -39,7 +39,7 @@ def graph_to_native(graph: np.ndarray, layers: int) -> Native:
     """
     _, rows, dim, tokens = graph.shape
     by_layer = graph.reshape(layers, 1, _split(rows, layers), dim, tokens)
-    return tuple(np.ascontiguousarray(layer.swapaxes(2, 3)) for layer in by_layer)
+    return tuple(layer.swapaxes(2, 3).copy() for layer in by_layer)
 
 
 def native_to_pd(native: Sequence[np.ndarray]) -> np.ndarray:
@@ -55,7 +55,7 @@ def pd_to_native(pd: np.ndarray, layers: int) -> Native:
     """
     _, rows, heads, dim = pd.shape
     by_layer = pd.reshape(layers, 1, _split(rows, layers), heads, dim)
-    return tuple(np.ascontiguousarray(layer.swapaxes(1, 2)) for layer in by_layer)
+    return tuple(layer.swapaxes(1, 2).copy() for layer in by_layer)
 
 
 def pack(native: Sequence[np.ndarray], layout: Layout) -> np.ndarray:

@@ -36,6 +36,22 @@ class Function:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A function's share of one package.
+
+    Attributes:
+        package: inside the build folder.
+        first, last: layers first … last − 1.
+        inputs: names that the package's function takes.
+    """
+
+    package: Path
+    first: int
+    last: int
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RopeTable:
     """Frequencies of the rotary embedding: radians per token, one for each pair of channels."""
 
@@ -50,7 +66,7 @@ class Manifest:
     Attributes:
         build: the build folder.
         verdict: "pass" or "fail"; a failed build still runs, and its report says why it failed.
-        package: the prefill package, inside the build folder.
+        packages: the parts of the prefill package, each with its layers and its functions.
         functions: entry points, by name.
         rope: frequencies for the graph's tables.
         embedding_scale: factor on host embeddings.
@@ -63,7 +79,7 @@ class Manifest:
 
     build: Path
     verdict: str
-    package: Path
+    packages: tuple[tuple[Path, tuple[int, int], Mapping[str, Function]], ...]
     functions: Mapping[str, Function]
     rope: RopeTable
     embedding_scale: float
@@ -80,6 +96,13 @@ class Manifest:
     def decode(self) -> Path:
         """The mlx-lm folder."""
         return self.build / DECODE_FOLDER
+
+    def parts_of(self, function: str) -> tuple[Part, ...]:
+        """Where the layers of a function lie, in order."""
+        return tuple(
+            Part(package, *layers, inputs=tuple(port.name for port in functions[function].inputs))
+            for package, layers, functions in self.packages
+        )
 
     @property
     def longest_past(self) -> int:
@@ -100,15 +123,21 @@ def read_manifest(build: Path) -> Manifest:
     if kv.text("rope") not in ("rotated", "raw"):
         raise InputError(f"{fields.path}: kv.rope is {kv.text('rope')!r}, expected rotated or raw")
     functions = prefill.object("functions")
+    entries = {name: _function(name, functions.object(name)) for name in functions.values}
+    layers = kv.integer("layers")
+    if "parts" in prefill.values:
+        packages = tuple(_part(build, part, entries, layers) for part in prefill.objects("parts"))
+    else:
+        packages = ((_inside(build, prefill.text("package")), (0, layers), entries),)
     return Manifest(
         build=build,
         verdict=fields.text("verdict"),
-        package=_inside(build, prefill.text("package")),
-        functions={name: _function(name, functions.object(name)) for name in functions.values},
+        packages=packages,
+        functions=entries,
         rope=RopeTable(tuple(rope.numbers("inv_freq")), rope.number("attention_factor")),
         embedding_scale=embedding.number("scale"),
         key_form=cast(KeyForm, kv.text("rope")),
-        layers=kv.integer("layers"),
+        layers=layers,
         kv_heads=kv.integer("kv_heads"),
         head_dim=kv.integer("head_dim"),
         eos_ids=frozenset(fields.integers("eos_token_ids")),
@@ -116,6 +145,18 @@ def read_manifest(build: Path) -> Manifest:
         vocab_size=fields.integer("vocab_size"),
         made_by=dict(fields.values.get("made_by", {}).get("layers", {})),
     )
+
+
+def _part(
+    build: Path, fields: _Fields, functions: Mapping[str, Function], layers: int
+) -> tuple[Path, tuple[int, int], dict[str, Function]]:
+    held, own = fields.integers("layers"), fields.object("functions")
+    if len(held) != 2 or not 0 <= held[0] < held[1] <= layers or set(own.values) != set(functions):
+        raise InputError(
+            f"{fields.path}: {fields.prefix}layers or functions do not fit the model; build again"
+        )
+    own_functions = {name: _function(name, own.object(name)) for name in own.values}
+    return _inside(build, fields.text("package")), (held[0], held[1]), own_functions
 
 
 def _function(name: str, fields: _Fields) -> Function:

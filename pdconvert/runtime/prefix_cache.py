@@ -259,7 +259,7 @@ def cache_seed(manifest: Manifest, kind: str, mode: str, compute_units: str) -> 
         compute_units: of the `coreml` executor.
     """
     program = hashlib.sha256()
-    for path in sorted(manifest.package.rglob("*.mlmodel")):
+    for path in sorted(path for package, _, _ in manifest.packages for path in package.rglob("*.mlmodel")):
         program.update(path.read_bytes())
     content = {
         "build": model_fields(manifest),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pdconvert.runtime.chunks import plan_chunks
 from pdconvert.runtime.embedding import HostEmbedding
 from pdconvert.runtime.generate import Sampling
-from pdconvert.runtime.manifest import Function, Manifest, read_manifest
+from pdconvert.runtime.manifest import Manifest, read_manifest
 from pdconvert.runtime.package_decode import PackageDecoder, decode_functions
 from pdconvert.runtime.prefill import Prefill
 from pdconvert.runtime.prefix_cache import (
@@ -20,11 +20,12 @@ from pdconvert.runtime.prefix_cache import (
     PrefixCache,
     cache_seed,
 )
+from pdconvert.runtime.sessions import Opener
 from pdconvert.runtime.weights import DecodeWeights
 from pdconvert.runtime.writer import Clock, OnText, StopReason, Writer
 
 if TYPE_CHECKING:
-    from pdconvert.executors import Executor
+    pass
 
 
 @dataclass(frozen=True)
@@ -177,19 +178,11 @@ def open_prefill(
     Raises:
         InputError: the package or the embedding is missing or damaged.
     """
-    from pdconvert.executors import open_executor
 
-    def open_function(function: Function) -> Executor:
-        return open_executor(
-            manifest.package,
-            function.name,
-            kind=package.executor,
-            mode=package.mode,
-            compute_units=package.compute_units,
-        )
-
+    options = {"kind": package.executor, "mode": package.mode, "compute_units": package.compute_units}
+    opener = Opener(manifest, options)
     embedding = HostEmbedding(DecodeWeights(manifest.decode), manifest.embedding_scale)
-    prefill = Prefill(manifest, embedding, open_function)
+    prefill = Prefill(manifest, embedding, lambda function: opener.open(function.name))
     session: Any = prefill.session(plan_chunks(manifest.functions.values(), 0, 1)[0].function)
     if stores:
         seed = cache_seed(manifest, session.kind, package.mode, package.compute_units)

@@ -15,6 +15,19 @@ def _scaled(*scales, dtype=INT4):
     return body
 
 
+def _sparse(*scales):
+    """Every second weight, with scales."""
+
+    def body(inputs):
+        mask = (np.arange(64 * 64) % 2).reshape(64, 64, 1, 1).astype(types.np_uint1_dtype)
+        mask, values = mb.constexpr_sparse_blockwise_shift_scale(
+            data_mask=mask, nonzero_data=codes(np.int8, 64 * 32), scale=half(*scales)
+        )
+        return mb.conv(x=inputs["x"], weight=mb.constexpr_sparse_to_dense(nonzero_data=values, mask=mask))
+
+    return body
+
+
 def _scaled_matmul(*scales):
     def body(inputs):
         weight = mb.constexpr_blockwise_shift_scale(data=codes(INT4, 64, 64), scale=half(*scales))
@@ -50,6 +63,12 @@ WEIGHTS = [
     ),
     Case(
         "blockwise-weights",
+        "weight with one scale for each block of 1x32x1x1",
+        Example(_sparse(64, 2, 1, 1)),
+        Example(_sparse(64, 1, 1, 1)),
+    ),
+    Case(
+        "blockwise-weights",
         "weight with one scale for each block of 1x64",
         Example(_scaled_matmul(64, 1), {"x": (1, 64, 64)}),
         Example(_scaled_matmul(1, 64), {"x": (1, 64, 64)}),
@@ -66,6 +85,7 @@ WEIGHTS = [
         Example(_tables(1, 4, 1, 1)),
         Example(_old_table, system="iOS16"),
     ),
+    Case("int8-folds", "8-bit weight", Example(_sparse(64, 1, 1, 1)), Example(_tables(8, 1, 1, 1))),
     Case(
         "int8-folds",
         "8-bit weight",

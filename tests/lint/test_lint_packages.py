@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lint_programs import Example, conv, ct, half, lint, mb, of, save
@@ -83,7 +84,7 @@ def test_weight_size(tmp_path: Path, size: int, chips: tuple[str, ...]) -> None:
     view = view_package(Package.open(Example(lambda i: conv(i["x"])).save(tmp_path / "x.mlpackage")))
     assert list(view.weight_files) == ["weight.bin"]
     view.weight_files["weight.bin"] = size
-    found = [f for f in find(view, ALL) if f.rule == "weight-size"]
+    found = [f for f in find([view], ALL) if f.rule == "weight-size"]
     assert [f.chips for f in found] == ([chips] if chips else [])
 
 
@@ -102,7 +103,7 @@ def test_own_packages_have_no_fatal_or_silent_finding(tmp_path: Path, overrides:
     build(load_recipe("tiny", overrides=overrides), tmp_path / "out")
     report = lint_path(tmp_path / "out")
     assert report.passed, [f.found for f in report.findings if f.severity in ("fatal", "silent")]
-    assert report.path == tmp_path / "out" / "prefill.mlpackage"
+    assert report.packages == [tmp_path / "out" / "prefill.mlpackage"]
 
 
 def test_a_norm_without_scaling_is_named(tmp_path: Path) -> None:
@@ -119,3 +120,61 @@ def test_a_norm_without_scaling_is_named(tmp_path: Path) -> None:
         "layers_0_post_attention",
         "layers_1_input",
     ]
+
+
+class Usual(torch.nn.Module):
+    """One decoder layer as it is usually written, with embedding and head: 4 heads of 16, 2 of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(20000, 64)
+        self.q, self.o = (torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.k, self.v = (torch.nn.Linear(64, 32, bias=False) for _ in range(2))
+        self.head = torch.nn.Linear(64, 20000, bias=False)
+        self.gain = torch.nn.Parameter(torch.ones(64))
+        self.register_buffer("frequencies", 10000 ** -(torch.arange(8) / 8))
+        self.register_buffer("mask", torch.full((32, 32), -torch.inf).triu(1))
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        x = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5) * self.gain
+        angles = positions[:, None, :, None].float() * self.frequencies
+        cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
+        q = self.q(x).reshape(1, 32, 4, 16).transpose(1, 2)
+        k, v = (layer(x).reshape(1, 32, 2, 16).transpose(1, 2) for layer in (self.k, self.v))
+        q, k = (part * cos + torch.cat((-part[..., 8:], part[..., :8]), -1) * sin for part in (q, k))
+        k, v = (part[:, :, None].expand(1, 2, 2, 32, 16).reshape(1, 4, 32, 16) for part in (k, v))
+        weights = torch.softmax(q @ k.transpose(2, 3) / 4 + self.mask, -1)
+        return self.head(hidden + self.o((weights @ v).transpose(1, 2).reshape(1, 32, 64)))
+
+
+def test_a_model_as_it_is_usually_converted(tmp_path: Path) -> None:
+    ids = torch.zeros(1, 32, dtype=torch.int32)
+    model = ct.convert(
+        torch.jit.trace(Usual().eval(), (ids, ids)),
+        inputs=[ct.TensorType(name, (1, 32), np.int32) for name in ("ids", "positions")],
+        outputs=[ct.TensorType("logits", dtype=np.float16)],
+        minimum_deployment_target=ct.target.iOS18,
+        skip_model_load=True,
+    )
+    model.save(str(tmp_path / "x.mlpackage"))
+    found = {finding.rule for finding in lint_path(tmp_path / "x.mlpackage").findings}
+    assert found == {
+        "axis-limit",
+        "squares-overflow",
+        "mask-constant",
+        "rope-in-graph",
+        "slice-saturation",
+        "linear-op",
+        "last-axis-copy",
+        "pow",
+        "baked-mask",
+        "repeated-keys",
+        "all-logits",
+        "gather",
+        "integer-ops",
+        "inner-last-axis",
+        "softmax-last-axis",
+        "heads-in-one-product",
+        "large-head",
+    }

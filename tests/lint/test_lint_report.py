@@ -94,6 +94,7 @@ def test_json(tmp_path: Path) -> None:
     assert finding == {
         "rule": "slice-saturation",
         "severity": "silent",
+        "package": "x.mlpackage",
         "function": "main",
         "found": "slice_by_index of the last axis from 8",
         "chips": ["m2"],
@@ -123,6 +124,29 @@ def test_text(tmp_path: Path) -> None:
     clean = CliRunner().invoke(main, ["lint", str(PLAIN.save(tmp_path / "y.mlpackage"))])
     assert (clean.exit_code, clean.stdout.splitlines()[-2]) == (0, "pass: nothing found")
     assert "will run" not in clean.stdout.replace(NOTE, "")
+
+
+def test_a_build_of_several_packages(tmp_path: Path) -> None:
+    names = ["prefill/part_1_of_2.mlpackage", "prefill/part_2_of_2.mlpackage"]
+    for name, example in zip(names, (PLAIN, SLICED), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        example.save(tmp_path / name)
+    manifest = {"schema": "1.0", "prefill": {"parts": [{"package": name} for name in names]}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    report = lint_path(tmp_path)
+    assert report.packages == [tmp_path / name for name in names]
+    assert [(f.rule, f.package) for f in report.findings] == [("slice-saturation", "part_2_of_2.mlpackage")]
+    text = CliRunner().invoke(main, ["lint", str(tmp_path)]).stdout
+    assert "\n  - part_2_of_2.mlpackage: main: slice_by_index" in text
+
+
+@pytest.mark.parametrize("name", [None, 3, "../x.mlpackage", "/tmp/x.mlpackage"])
+def test_a_manifest_that_names_no_package_of_the_build(tmp_path: Path, name) -> None:
+    build = tmp_path / "build"
+    build.mkdir()
+    (build / "manifest.json").write_text(json.dumps({"schema": "1.0", "prefill": {"package": name}}))
+    with pytest.raises(InputError, match=f"prefill names the package {name!r}, not one inside the build"):
+        lint_path(build)
 
 
 def test_bad_input(tmp_path: Path) -> None:

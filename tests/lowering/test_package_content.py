@@ -12,7 +12,7 @@ from lowered import CONFIG, FULL, PREFILL, Form, operations, package
 from passes import FoldAttentionScale, FoldNormGain, RopeAsInput, ScaleResidual
 from pdconvert.executors.mil import Package
 from pdconvert.executors.mil.values import value_info
-from pdconvert.lowering.contract import FunctionShape, input_ports, output_ports
+from pdconvert.lowering.contract import FunctionShape, Interface, input_ports, output_ports
 from pdconvert.reference import Reference
 
 EXTEND, DECODE = FunctionShape(8, 24), FunctionShape(1, 24)
@@ -106,8 +106,8 @@ def test_inputs_and_outputs_are_those_of_the_contract(
     assert opened.function_names == sorted(shape.name for shape in form.shapes)
     for shape in form.shapes:
         function = opened.function(shape.name)
-        expected = input_ports(reference.spec, shape, form.embedding, form.outputs)
-        given = output_ports(reference.spec, shape, form.outputs)
+        expected = input_ports(reference.spec, shape, Interface(form.embedding, form.outputs))
+        given = output_ports(reference.spec, shape, Interface(form.embedding, form.outputs))
         for ports, values in ((expected, function.inputs), (given, function.outputs)):
             assert [(port.name, port.shape, port.dtype) for port in ports] == [
                 (name, value.shape, value.dtype) for name, value in values.items()
@@ -119,7 +119,9 @@ def test_the_contract_of_a_function_with_a_past(reference: Reference) -> None:
     shape = FunctionShape(8, 24)
     assert shape.name == "extend_8_ctx24" and FunctionShape(1, 24).name == "decode_1_ctx24"
     assert FunctionShape(16).name == "prefill_16" and FunctionShape(1).name == "prefill_1"
-    ports = {port.name: port.shape for port in input_ports(reference.spec, shape, "host", "logits")}
+    ports = {
+        port.name: port.shape for port in input_ports(reference.spec, shape, Interface(outputs="logits"))
+    }
     assert ports == {
         "hidden": (1, 32, 1, 8),
         "rope_cos": (1, 1, 16, 8),
@@ -129,7 +131,9 @@ def test_the_contract_of_a_function_with_a_past(reference: Reference) -> None:
         "past_v": (1, 4, 16, 24),
         "row": (1, 1, 8, 1),
     }
-    outputs = {port.name: port.shape for port in output_ports(reference.spec, shape, "logits")}
+    outputs = {
+        port.name: port.shape for port in output_ports(reference.spec, shape, Interface(outputs="logits"))
+    }
     assert outputs == {"k": (1, 4, 16, 8), "v": (1, 4, 16, 8), "logits": (1, 320, 1, 1)}
 
 

@@ -22,7 +22,7 @@ def write(folder, content):
 
 def test_reads_what_a_runtime_needs(tmp_path, content):
     manifest = read_manifest(write(tmp_path, content | {"something_newer": 1}))
-    assert manifest.package == tmp_path / "prefill.mlpackage"
+    assert [path for path, _, _ in manifest.packages] == [tmp_path / "prefill.mlpackage"]
     assert manifest.decode == tmp_path / "decode"
     assert (manifest.layers, manifest.kv_heads, manifest.head_dim) == (2, 2, 16)
     assert manifest.key_form == "rotated"

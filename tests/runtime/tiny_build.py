@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,9 @@ LIMIT = 288
 """The longest prompt that FUNCTIONS take."""
 
 
-@cache
+_made: dict[tuple[str, str], Path] = {}
+
+
 def tiny_build(factory: pytest.TempPathFactory, form: str = "rotated", scheme: str = "none") -> Path:
     """A build with FUNCTIONS and logits.
 
@@ -35,7 +36,12 @@ def tiny_build(factory: pytest.TempPathFactory, form: str = "rotated", scheme: s
         form: of the keys, "rotated" or "raw".
         scheme: of the weights, "none" or "w8a16".
     """
-    folder = factory.mktemp(f"{form}-{scheme}")
+    if (form, scheme) not in _made:
+        _made[form, scheme] = _build(factory.mktemp(f"{form}-{scheme}"), form, scheme)
+    return _made[form, scheme]
+
+
+def _build(folder: Path, form: str, scheme: str) -> Path:
     data = load_recipe("tiny", overrides=[f"passes.quantize_weights.scheme={scheme}"]).resolved()
     kv = {"rope": form, "storage": "io"}
     data["prefill"] |= {"functions": list(FUNCTIONS), "outputs": "logits", "kv": kv}

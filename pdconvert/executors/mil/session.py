@@ -57,8 +57,8 @@ class MilSession:
             mode: `fp32` or `fp16`.
             weight_cache_bytes: how many bytes of materialised weights to keep (2 GB by default, or a
                 quarter of the memory if less); the rest is materialised at each use.
-            cache: a cache to share with other sessions on the same package and mode, so that the
-                functions of a package hold their common weights once.
+            cache: a cache to share with other sessions on the same package, so that functions hold their
+                common weights once.
             reason: for the report.
 
         Raises:

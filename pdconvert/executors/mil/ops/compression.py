@@ -6,7 +6,6 @@ session rounds the result, as a device that stores the decompressed weight in fp
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from pdconvert.executors.mil import dtypes
@@ -84,25 +83,23 @@ def constexpr_lut_to_dense(
         vector_axis: axis along which the entries of a vector table lie.
     """
     if shape is not None:
-        bits = int(lut.numel()).bit_length() - 1
-        packed = dtypes.BY_NAME[f"uint{bits}"]
-        raw = indices.numpy()
-        unpacked = unpack_bits(raw, packed, tuple(shape)) if bits < 8 else raw.reshape(tuple(shape))
-        return lut[torch.from_numpy(unpacked.astype(np.int32))]
+        bits = lut.numel().bit_length() - 1
+        raw, sizes = indices.numpy(), tuple(shape)
+        index = unpack_bits(raw, dtypes.BY_NAME[f"uint{bits}"], sizes) if bits < 8 else raw.reshape(sizes)
+        return torch.from_numpy(lut.numpy()[index])
+    # numpy looks up with uint8 indices; torch would widen them to int64 and takes four times as long
     palettes, vector = lut.shape[-2:]
-    tables = lut.reshape(-1, vector)
-    blocks = lut.shape[:-2]
-    index = _blocks(indices.to(torch.int32), blocks)
+    tables = lut.reshape(-1, vector).numpy()
+    index = indices.numpy()
     if tables.shape[0] != palettes:
-        first = torch.arange(0, tables.shape[0], palettes, dtype=torch.int32).reshape(blocks)
-        index = index + _per_block(first)
-    index = index.reshape(indices.shape)
+        first = torch.arange(0, tables.shape[0], palettes, dtype=torch.int32).reshape(lut.shape[:-2])
+        index = (_blocks(indices.to(torch.int32), first.shape) + _per_block(first)).reshape(indices.shape).numpy()
     if vector == 1:
-        return tables[:, 0][index]
+        return torch.from_numpy(tables[:, 0][index])
     axis = positive(vector_axis if vector_axis is not None else -1, indices.dim())
-    sizes = list(indices.shape)
-    sizes[axis] *= vector
-    return tables[index].movedim(-1, axis + 1).reshape(sizes)
+    merged = list(indices.shape)
+    merged[axis] *= vector
+    return torch.from_numpy(tables[index]).movedim(-1, axis + 1).reshape(merged)
 
 
 def constexpr_sparse_to_dense(
