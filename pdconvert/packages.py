@@ -34,10 +34,13 @@ def build_packages(build: Path, prefill: dict[str, Any]) -> list[Path]:
         InputError: a name is missing, or does not stay inside the build.
     """
     parts = prefill.get("parts", [prefill])
-    names = [part.get("package") if isinstance(part, dict) else None for part in parts]
-    for name in names:
+    paths = []
+    for part in parts if isinstance(parts, list) else [parts]:
+        name = part.get("package") if isinstance(part, dict) else None
         if not isinstance(name, str) or not (build / name).resolve().is_relative_to(build.resolve()):
             raise InputError(
-                f"{build / 'manifest.json'}: prefill names the package {name!r}, not one inside the build; build it again"
+                f"{build / 'manifest.json'}: prefill names the package {name!r}, not one inside the build; "
+                "build it again"
             )
-    return [build / name for name in names]
+        paths.append(build / name)
+    return paths

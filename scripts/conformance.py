@@ -24,6 +24,7 @@ from torch import Tensor
 from pdconvert import families
 from pdconvert.executors.mil import Package
 from pdconvert.executors.mil.view import Op, Value, view_package
+from pdconvert.packages import packages_of
 from pdconvert.pipeline import build
 from pdconvert.quiet import quiet_coremltools
 from pdconvert.recipe import load_recipe
@@ -127,7 +128,7 @@ def family_variants(system: str, config: dict[str, Any]) -> Iterator[dict[str, A
         return recipe
 
     yield variant(functions=functions, outputs="logits", embedding="graph")
-    yield variant(kv={"rope": "raw", "storage": "io"})
+    yield variant(kv={"rope": "raw", "storage": "io"}, split_model={"parts": 2})
     single = {"eager_gqa_attention": {"heads": "single"}}
     layer_norm = {"safe_rms_norm": {"method": "layer_norm"}}
     yield variant(
@@ -136,7 +137,9 @@ def family_variants(system: str, config: dict[str, Any]) -> Iterator[dict[str, A
         functions=functions[:2],
     )
     yield variant(
-        ("linear_to_conv2d", "eager_gqa_attention", "safe_rms_norm", "quantize_weights"), outputs="logits"
+        ("linear_to_conv2d", "eager_gqa_attention", "safe_rms_norm", "quantize_weights"),
+        outputs="logits",
+        logits="all",
     )
 
 
@@ -147,7 +150,8 @@ def emitted(folder: Path, system: str) -> set[Form]:
         path = folder / f"{system}-{number}.yaml"
         path.write_text(yaml.safe_dump(recipe))
         build(load_recipe(str(path)), folder / path.stem)
-        found |= forms(folder / path.stem / "prefill.mlpackage")
+        for package in packages_of(folder / path.stem):
+            found |= forms(package)
     return found
 
 

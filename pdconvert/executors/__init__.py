@@ -1,9 +1,11 @@
-"""Executors run what was emitted. `open_executor` picks one and says which, and why.
+"""Executors run what was emitted. `open_executor` picks one for a package and says which, and why.
 
 | kind | where | what it is |
 |---|---|---|
 | `mil` | any machine | our interpreter of ML programs on the CPU, in fp32 or emulated fp16 |
 | `coreml` | macOS | Core ML itself, on the compute units asked for |
+
+The decode folder has one executor only, MLX (`executors/mlx.py`).
 """
 
 import sys

@@ -24,6 +24,7 @@ from pdconvert.runtime.run import run_build
 from pdconvert.runtime.split_run import decode_build, prefill_build
 
 FORMS = ["rotated", "raw"]
+GOLDEN_SHA256 = "ec9342a1360f8899b07ac23396d528c75a4dd6f1e69dfe9a9da7bbcfe4c10fb6"
 
 
 @pytest.fixture(scope="module")
@@ -480,6 +481,3 @@ class TestCommandLine:
         assert long.exit_code == 2
         assert "the prompt has 400 tokens" in long.stderr
         assert not (tmp_path / "long.pdkv").exists()
-
-
-GOLDEN_SHA256 = ""

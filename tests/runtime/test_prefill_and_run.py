@@ -145,7 +145,8 @@ def run(build, w8, monkeypatch):
     """`run_build` on a build whose package is played by Hugging Face."""
     asked = []
 
-    def open_fake(package, function, **options):
+    def open_fake(package, function, cache, **options):
+        assert cache.kept_bytes == 0
         asked.append((package, function, options))
         return HfSession(w8.hf, read_manifest(build).key_form)
 

@@ -93,7 +93,9 @@ def constexpr_lut_to_dense(
     index = indices.numpy()
     if tables.shape[0] != palettes:
         first = torch.arange(0, tables.shape[0], palettes, dtype=torch.int32).reshape(lut.shape[:-2])
-        index = (_blocks(indices.to(torch.int32), first.shape) + _per_block(first)).reshape(indices.shape).numpy()
+        index = (
+            (_blocks(indices.to(torch.int32), first.shape) + _per_block(first)).reshape(indices.shape).numpy()
+        )
     if vector == 1:
         return torch.from_numpy(tables[:, 0][index])
     axis = positive(vector_axis if vector_axis is not None else -1, indices.dim())

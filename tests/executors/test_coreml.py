@@ -1,0 +1,85 @@
+"""The Core ML executor: on macOS the real one against `mil`; elsewhere what it asks of coremltools."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mil_programs import ct, mb, save_program, types
+
+from pdconvert.errors import InputError
+from pdconvert.executors import open_executor
+from pdconvert.executors.coreml import CoremlSession
+
+INPUTS = {"x": np.arange(6, dtype=np.float16).reshape(2, 3), "rows": np.array([1, 0], np.int32)}
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def body(v: Mapping[str, Any]) -> dict[str, Any]:
+        picked = mb.gather(x=v["x"], indices=v["rows"], axis=0)
+        total = mb.add(x=mb.read_state(input=v["memory"]), y=picked)
+        return {"out": mb.coreml_update_state(state=v["memory"], value=total)}
+
+    path = tmp_path_factory.mktemp("coreml") / "p.mlpackage"
+    return save_program(path, INPUTS, body, states={"memory": ((2, 3), types.fp16)})
+
+
+class FakeModel:
+    """Stands for coremltools' MLModel, whose predictions need macOS."""
+
+    def __init__(self, path: str, *, compute_units: Any, function_name: str | None) -> None:
+        self.asked = (Path(path).name, compute_units, function_name)
+        self.given: list[tuple[dict, Any]] = []
+
+    def make_state(self) -> str:
+        return "a state"
+
+    def predict(self, inputs: dict, state: Any = None) -> dict[str, np.ndarray]:
+        self.given.append((inputs, state))
+        return {"out": inputs["x"][inputs["rows"]], "extra": np.zeros(1)}
+
+
+def test_what_core_ml_is_asked(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ct.models, "MLModel", FakeModel)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    session = open_executor(package, compute_units="cpu_only")
+    assert isinstance(session, CoremlSession)
+    assert (session.kind, session.reason) == ("coreml", "this is macOS")
+    out = session.run(
+        {"x": torch.from_numpy(INPUTS["x"]).float(), "rows": INPUTS["rows"]}, session.make_state()
+    )
+    assert (
+        out["out"].dtype == torch.float32
+        and out["out"].tolist() == [[3, 4, 5], [0, 1, 2]]
+        and set(out) == {"out"}
+    )
+    model: Any = session._model
+    assert model.asked == ("p.mlpackage", ct.ComputeUnit.CPU_ONLY, None)
+    ((given, state),) = model.given
+    assert (given["x"].dtype, given["rows"].dtype, state) == (np.float16, np.int32, "a state")
+    with pytest.raises(InputError, match="there is no input 'y'; the inputs are x, rows"):
+        session.run({"y": INPUTS["x"]})
+
+
+def test_unknown_compute_units(package: Path) -> None:
+    with pytest.raises(
+        InputError, match="compute units 'npu' are not one of all, cpu_and_ne, cpu_and_gpu, cpu_only"
+    ):
+        CoremlSession(package, compute_units="npu")
+
+
+def test_core_ml_agrees_with_mil_where_there_is_one(package: Path) -> None:
+    reference = open_executor(package, kind="mil", mode="fp16")
+    if sys.platform != "darwin":
+        with pytest.raises(InputError, match="Core ML runs on macOS only"):
+            open_executor(package, kind="coreml")
+        return
+    session = open_executor(package, kind="coreml", compute_units="cpu_only")
+    states = session.make_state(), reference.make_state()
+    for _ in range(2):
+        got, want = session.run(INPUTS, states[0]), reference.run(INPUTS, states[1])
+        torch.testing.assert_close(got["out"], want["out"], rtol=1e-3, atol=1e-3)
