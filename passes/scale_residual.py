@@ -38,8 +38,11 @@ class ScaleResidual:
 
     def resolve(self, ranges: Ranges) -> tuple[ScaleResidual | None, str]:
         """The pass with its factor chosen, or None where none is needed, and why."""
-        exponent = math.ceil(math.log2(ranges.residual_peak * HEADROOM / FP16_MAX))
-        measured = f"the residual stream peaks at {ranges.residual_peak:,.0f} in {ranges.residual_where}"
+        peak, where = ranges.residual_peak, ranges.residual_where
+        if not math.isfinite(peak):
+            raise InputError(f"scale_residual: the residual stream in {where} is not finite, in fp32 already")
+        exponent = math.ceil(math.log2(max(peak, 1.0) * HEADROOM / FP16_MAX))
+        measured = f"the residual stream peaks at {peak:,.0f} in {where}"
         if exponent <= 0:
             return None, f"{measured}, more than a factor of {HEADROOM:g} below {FP16_MAX:,.0f}: not needed"
         return ScaleResidual(2.0**-exponent), f"{measured}: scaled by 1/{2**exponent}"

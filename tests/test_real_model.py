@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pdconvert.pipeline import build
-from pdconvert.recipe import load_recipe
+from pdconvert.recipe import load_recipe, recipe_from_data
+from pdconvert.sources import open_source
 from pdconvert.verify import verify_build
 
 pytestmark = pytest.mark.real_model
@@ -130,3 +131,91 @@ def test_every_linear_of_hugging_face_becomes_an_equal_conv2d():
         conv = converted[name]
         assert type(conv) is nn.Conv2d and conv.kernel_size == (1, 1)
         assert np.array_equal(conv.weight.detach().numpy()[:, :, 0, 0], linear.weight.detach().numpy())
+
+
+def fp16_quality():
+    """The measuring function of benchmarks/fp16_quality.py."""
+    import importlib.util
+
+    path = Path(__file__).parents[1] / "benchmarks" / "fp16_quality.py"
+    spec = importlib.util.spec_from_file_location("fp16_quality", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.measure
+
+
+def test_fp16_keeps_keys_values_and_logits(tmp_path):
+    """20 prompts of 128 tokens through the shipped package in fp16, against its own weights in fp32."""
+    recipe = load_recipe("smollm2-135m", overrides=["prefill.outputs=logits", "prefill.logits=all"])
+    result = build(recipe, tmp_path / "out")
+    assert result.verdict == "pass", result.summary
+    found = fp16_quality()(tmp_path / "out")
+    assert min(found["k_db"], found["v_db"], found["logits_db"]) >= 48, found
+    assert found["top1"] >= 0.99, found
+
+
+@pytest.fixture(scope="session")
+def long(tmp_path_factory, cache):
+    """fp16 weights, four functions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PDCONVERT_CACHE", str(cache))
+        data = load_recipe("smollm2-135m-long").resolved()
+        data |= {"passes": load_recipe("smollm2-135m-fp16").resolved()["passes"], "decode": {}}
+        folder = tmp_path_factory.mktemp("long")
+        recipe = recipe_from_data(data, where="test", folder=folder)
+        result = build(recipe, folder / "out")
+        assert result.verdict == "pass", result.summary
+        return folder / "out", open_source(recipe.source)
+
+
+def test_long_prompts_give_the_tokens_of_one_whole_pass(long):
+    """16 tokens after prompts around every boundary, and K and V of all chunks against one pass."""
+    import torch
+
+    from pdconvert import families, text
+    from pdconvert.executors.mlx import DecodeModel
+    from pdconvert.measure import sqnr_db
+    from pdconvert.reference import Reference
+    from pdconvert.runtime.manifest import read_manifest
+    from pdconvert.runtime.tokenizer import Tokenizer
+    from pdconvert.verify import NEAR_TIE, open_prefill
+
+    folder, source = long
+    family = families.get(source.config)
+    reference = Reference(source, family, family.read_config(source.config))
+    manifest = read_manifest(folder)
+    ids = Tokenizer(manifest.decode).encode(text.held_out()[0])
+    lengths = (1, 2, 127, 128, 129, 255, 256, 257, 300, 511, 512, 513, 1000, 2000)
+    prompts = [ids[start * 50 : start * 50 + length] for start, length in enumerate(lengths)]
+    prefill, decode = open_prefill(manifest, "mil", "fp32"), DecodeModel.load(manifest.decode, "dequantized")
+    for prompt, wanted in zip(prompts, reference.generate(prompts, 16), strict=True):
+        kv = prefill.run(prompt)
+        fed = [prompt[-1], *wanted.token_ids[:-1]]
+        choices = decode.logits(fed, decode.new_cache(kv)).argmax(-1)
+        counted = [
+            (c, t) for c, t, m in zip(choices, wanted.token_ids, wanted.margins, strict=True) if m >= NEAR_TIE
+        ]
+        assert all(choice == token for choice, token in counted), len(prompt)
+        if kv is None:
+            continue
+        state = reference.embed(prompt[:-1])[None]
+        for index in range(len(reference.spec.layers)):
+            state, cache = reference.run(reference.layer(index), state)
+            for got, want in ((kv.keys[index], cache.keys), (kv.values[index], cache.values)):
+                assert sqnr_db(want, torch.from_numpy(got.astype(np.float32))) >= 60, (len(prompt), index)
+
+
+def test_six_functions_cost_hardly_more_than_one(tmp_path, long):
+    data = load_recipe("smollm2-135m").resolved()
+    sizes, functions = (
+        {},
+        [{"tokens": 128}, *({"tokens": 128, "past": past} for past in (512, 1024, 1536, 2048, 4096))],
+    )
+    for count in (1, 6):
+        data["prefill"]["functions"] = functions[:count]
+        folder = tmp_path / str(count)
+        assert build(recipe_from_data(data, where="test", folder=tmp_path), folder).verdict == "pass"
+        sizes[count] = sum(
+            file.stat().st_size for file in (folder / "prefill.mlpackage").rglob("*") if file.is_file()
+        )
+    assert sizes[6] <= 1.03 * sizes[1], sizes

@@ -84,6 +84,18 @@ def test_auto_leaves_two_bits_above_the_measured_peak(peak: float) -> None:
     assert why.endswith(f"scaled by 1/{round(1 / chosen.factor)}")
 
 
+def test_auto_needs_nothing_where_the_stream_is_silent() -> None:
+    assert ScaleResidual().resolve(Ranges(0.0, "embedding", {}))[0] is None
+
+
+def test_auto_refuses_a_stream_that_no_factor_can_save() -> None:
+    with pytest.raises(InputError) as error:
+        ScaleResidual().resolve(Ranges(float("inf"), "layers.3", {}))
+    assert (
+        str(error.value) == "scale_residual: the residual stream in layers.3 is not finite, in fp32 already"
+    )
+
+
 REFUSED = {
     "auto": "scale_residual: `auto` was not resolved; measure the ranges first",
     0.3: "scale_residual: factor 0.3 is not a power of two; use 0.5, 0.25, 0.125, …",
