@@ -69,7 +69,8 @@ def _watch(layer: nn.Module, readers: Sequence[str], found: dict[str, float]) ->
         tensor = value[0] if isinstance(value, tuple) else value
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             found[name] = max(
-                found.get(name, 0.0), float(torch.nan_to_num(tensor.abs(), nan=torch.inf).max())
+                found.get(name, 0.0),
+                float(torch.nan_to_num(tensor.abs(), nan=torch.inf, posinf=torch.inf).max()),
             )
 
     hooks = [
