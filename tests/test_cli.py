@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from pdconvert import __version__
 from pdconvert.cli import main
+from pdconvert.cli.app import SUBCOMMANDS
 from pdconvert.errors import CheckFailed, InputError
 from pdconvert.progress import Progress
 
@@ -253,7 +254,8 @@ def test_verify(monkeypatch: pytest.MonkeyPatch, passed: bool, code: int, word: 
 def test_help_and_version() -> None:
     text = invoke("--help").stdout
     commands = re.findall(r"^  (\w+)  +[A-Z]", text.split("Commands:")[1], re.MULTILINE)
-    assert commands == ["build", "run", "verify", "inspect", "list", "doctor"]
+    assert commands == [command.name for command in SUBCOMMANDS]
+    assert {"build", "run", "verify", "inspect", "exec", "lint", "list", "doctor"} <= set(commands)
     assert invoke("--version").stdout == f"pdconvert, version {__version__}\n"
     for command in commands:
         assert "--json" in invoke(command, "--help").stdout, command

@@ -152,7 +152,11 @@ class Lowering:
             parts = {"data": result.op.inputs["data"], "scale": result.op.inputs["scale"]}
         elif record.group == 0:
             result = mb.constexpr_affine_dequantize(
-                quantized_data=codes, zero_point=np.int8(0), scale=scales.reshape(-1), axis=0, name=label
+                quantized_data=codes,
+                zero_point=np.zeros(codes.shape[0], np.int8),
+                scale=scales.reshape(-1),
+                axis=0,
+                name=label,
             )
             parts = {"data": result.op.inputs["quantized_data"], "scale": result.op.inputs["scale"]}
         else:

@@ -92,7 +92,7 @@ def _reciprocal(name: str, x: Any) -> Any:
 
 @row("aten.rsqrt.default")
 def _rsqrt(name: str, x: Any) -> Any:
-    return mb.rsqrt(x=x, epsilon=np.float16(0), name=name)
+    return mb.rsqrt(x=x, name=name)  # MIL's own epsilon, 1e-12: nothing beside any argument that a norm has
 
 
 @row("aten.gelu.default")
@@ -196,5 +196,4 @@ def slice_axis(name: str, x: Any, axis: int, start: int, length: int) -> Any:
     """`length` entries of one axis from `start`, all others whole."""
     begin, end = [0] * len(x.shape), list(x.shape)
     begin[axis], end[axis] = start, start + length
-    mask = [index != axis for index in range(len(x.shape))]
-    return mb.slice_by_index(x=x, begin=begin, end=end, begin_mask=mask, end_mask=mask, name=name)
+    return mb.slice_by_index(x=x, begin=begin, end=end, name=name)

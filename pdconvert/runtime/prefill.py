@@ -236,7 +236,9 @@ class Past:
         self._raw_keys[..., span] = keys
         self.graph_values[..., span] = values
         if self._raw:
-            self.graph_keys[..., span] = rotate_half_split(keys, rope[0][..., span], rope[1][..., span])
+            # From the fp16 values that are handed on, so that it makes no difference whether they come from a call.
+            kept = self._raw_keys[..., span]
+            self.graph_keys[..., span] = rotate_half_split(kept, rope[0][..., span], rope[1][..., span])
         self.length = end
 
     def keys(self) -> np.ndarray:

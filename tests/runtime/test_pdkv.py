@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,6 +146,16 @@ class TestFormat:
                 expected = pack([layer[:, :, start : start + tokens] for layer in part], layout)
                 np.testing.assert_array_equal(mapped, expected)
                 offset += header.array_bytes(tokens)
+
+    def test_the_documented_reader_reads_it(self, manifest, tmp_path, monkeypatch):
+        text = (Path(__file__).parents[2] / "docs" / "handoff.md").read_text()
+        code = text.partition("```python\n")[2].partition("```")[0]
+        monkeypatch.chdir(tmp_path)
+        Path("kv.pdkv").write_bytes(file_bytes(manifest, 300))
+        found = {}
+        exec(compile(code, "docs/handoff.md", "exec"), found)
+        expected = np.concatenate(keys_values(manifest, 300).keys)
+        np.testing.assert_array_equal(np.concatenate(found["keys"], 2), expected)
 
     def test_arrays_that_do_not_fill_whole_lines_are_filled_up(self, manifest, tmp_path):
         small = replace(manifest, layers=1, kv_heads=1, head_dim=5)

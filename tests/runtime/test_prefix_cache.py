@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny_build import prompt_text, tiny_build, tiny_prefill, token_ids
 
@@ -121,7 +121,12 @@ class TestPrefill:
             assert made == needed
             assert_same_bits(found, cold.run(ids[:length]))
 
-    @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        max_examples=12,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
     @given(data=st.data())
     def test_any_row_of_prompts_equals_cold_runs(self, cold, build, data):
         manifest, prefill = tiny_prefill(build)
