@@ -74,7 +74,8 @@ def compare(build: Path, runs: int) -> dict[str, float]:
     )
     hidden = torch.from_numpy(case.inputs["hidden"]).float()[0, :, 0].T[None]
     eager = hugging_face(manifest.decode, hidden)
-    sessions = {mode: MilSession(manifest.parts_of(case.function)[0].package, case.function, mode=mode) for mode in ("fp32", "fp16")}
+    package = manifest.parts_of(case.function)[0].package
+    sessions = {mode: MilSession(package, case.function, mode=mode) for mode in ("fp32", "fp16")}
     contenders: dict[str, Callable[[], KeysValues]] = {
         "hugging_face_eager_ms": eager,
         "mil_fp32_ms": lambda: tuple(sessions["fp32"].run(case.inputs)[name] for name in ("k", "v")),

@@ -47,10 +47,10 @@ def hugging_face(decode: Path) -> torch.nn.Module:
 @torch.no_grad()
 def measure(build: Path, prompts: int = 20) -> dict[str, float]:
     """SQNR in dB of K, V and logits, pooled over all prompts, and the share of equal top-1 choices."""
-    from pdconvert.runtime.sessions import open_function
     from pdconvert.runtime.embedding import HostEmbedding
     from pdconvert.runtime.mask import causal_mask
     from pdconvert.runtime.rope import rope_tables
+    from pdconvert.runtime.sessions import open_function
 
     manifest = read_manifest(build)
     function = next(item for item in manifest.functions.values() if not item.past)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class Layout:
     residual: float = 1.0
 
 
-def rewrite(module: nn.Module, change: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
+def rewrite(module: nn.Module, change: Callable[[nn.Module], nn.Module | None]) -> Any:
     """A new module tree in which `change(child)` replaces every module it returns a module for.
 
     Parameters and buffers are shared with the original, which is left as it was. Children are

@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,7 +109,7 @@ class Compiler:
             folder = cache.get(key)
             if folder is None:
                 before = previous.streams() if previous else None
-                folder = cache.put(key, lambda path, w=work, i=index - 1, s=before: w(path, i, s))
+                folder = cache.put(key, partial(work, index=index - 1, streams=before))
             previous = CompiledBlock(name, folder)
             yield previous
 

@@ -7,7 +7,7 @@ import json
 import random
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pdconvert import families, text
 from pdconvert.blocks import DecoderLayer
@@ -69,7 +69,9 @@ class Plan:
     @property
     def embedding_scale(self) -> float:
         """Factor on the embedding rows that enter the graph."""
-        factors = [item.factor for item in self.passes if item.name == "scale_residual"]
+        from passes import ScaleResidual
+
+        factors = [float(item.factor) for item in self.passes if isinstance(item, ScaleResidual)]
         return self.spec.embedding_scale * (factors[0] if factors else 1.0)
 
     @property
@@ -149,6 +151,14 @@ def make_plan(recipe: Recipe, source: Source) -> Plan:
     return Plan(recipe, source, family, spec, shapes, decode_config, passes, tuple(notes))
 
 
+@runtime_checkable
+class ResolvesAuto(Protocol):
+    """A pass with an option `auto`."""
+
+    def resolve(self, ranges: Ranges) -> tuple[Pass | None, str]:
+        """The pass with its option chosen, or None where it is not needed, and why."""
+
+
 def resolve_passes(plan: Plan, texts: Texts, cache: Cache, hashes: dict[str, str]) -> Plan:
     """Decide every `auto` option of a pass on measured ranges; what was decided, and why, becomes a note."""
     if not any("auto" in vars(item).values() for item in plan.passes):
@@ -157,7 +167,7 @@ def resolve_passes(plan: Plan, texts: Texts, cache: Cache, hashes: dict[str, str
     passes: list[Pass] = []
     notes = list(plan.notes)
     for item in plan.passes:
-        if "auto" not in vars(item).values():
+        if not isinstance(item, ResolvesAuto) or "auto" not in vars(item).values():
             passes.append(item)
             continue
         chosen, why = item.resolve(ranges)
@@ -221,17 +231,22 @@ def make_compiler(plan: Plan, texts: Texts, hashes: dict[str, str]) -> Compiler:
     from passes import QuantizeWeights
 
     layers = [f"layers.{index}" for index in range(len(plan.spec.layers))]
-    bits = {16: "none", 8: "w8a16"}
+    decode = plan.recipe.decode
+    assert decode.embedding_bits is not None and decode.head_bits is not None, "the recipe was not resolved"
     structural = ["linear_to_conv2d", "safe_rms_norm"] + ["fold_norm_gain"] * (not plan.spec.tied)
     head = [item for item in plan.passes if item.name in structural]
-    granularity = "per_group" if plan.decode_only_matrices else "per_channel"
-    head.append(QuantizeWeights(scheme=bits[plan.recipe.decode.head_bits], granularity=granularity))
+    head.append(
+        QuantizeWeights(
+            scheme="none" if decode.head_bits == 16 else "w8a16",
+            granularity="per_group" if plan.decode_only_matrices else "per_channel",
+        )
+    )
     return Compiler(
         reference=Reference(plan.source, plan.family, plan.spec),
         passes=plan.shared_passes,
         head_passes=tuple(head),
         graph_passes={name: plan.graph_passes(name) for name in (*layers, "head")},
-        embedding_bits=plan.recipe.decode.embedding_bits,
+        embedding_bits=decode.embedding_bits,
         embedding_group=decode_group(plan.spec.hidden_size) if plan.decode_only_matrices else 0,
         raw_keys=plan.recipe.prefill.kv.rope == "raw",
         probe_ids=texts.probe,

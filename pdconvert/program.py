@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class Block:
 
     Attributes:
         name: "layers.3" or "head".
-        module: the torch form; its parameters are shared between the forms of a block.
+        module: the torch form, an `nn.Module`; its parameters are shared between the forms of a block.
         layout: form of the inputs and outputs.
         tokens: static number of new tokens, or None while the shape is free.
         records: quantized weights by parameter name; the module holds their de-quantized values.
@@ -60,7 +60,7 @@ class Block:
     """
 
     name: str
-    module: nn.Module
+    module: Any
     spec: LayerSpec
     layout: Layout = field(default_factory=Layout)
     tokens: int | None = None
@@ -73,7 +73,7 @@ class Block:
             return ("logits",)
         return ("k", "v") if isinstance(self.module, KeysValuesLayer) else ("hidden", "k", "v")
 
-    def with_layout(self, module: nn.Module, **changes: bool | float) -> Block:
+    def with_layout(self, module: Any, **changes: Any) -> Block:
         """This block with another module, and the new layout set on the block and on its attention."""
         layout = replace(self.layout, **changes)
         for part in module.modules():
@@ -147,7 +147,7 @@ class Block:
         plain = value[:, :, 0, :].transpose(1, 2) if self.layout.channels_first else value
         return plain / self.layout.residual if name == "hidden" else plain
 
-    def times(self, module: nn.Module, name: str, factor: float) -> Block:
+    def times(self, module: Any, name: str, factor: float) -> Block:
         """This block with a stored tensor multiplied in the graph alone; the other half keeps it as stored.
 
         Args:
@@ -218,7 +218,7 @@ def worst_db(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> float
 
 def check_family(
     block: Block, probe: Probe, original: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], Step]:
+) -> tuple[Mapping[str, Tensor], Step]:
     """Run the family's plain block and compare it with Hugging Face's own outputs: the first line of the ledger."""
     started = time.perf_counter()
     outputs = block.run(probe)

@@ -22,13 +22,25 @@ class Capture:
     """A stand-in for transformers' cache of one layer: keeps what the layer gives it, after an optional past."""
 
     def __init__(self, keys: Tensor | None = None, values: Tensor | None = None):
-        self.keys, self.values = keys, values
+        self._keys, self._values = keys, values
+
+    @property
+    def keys(self) -> Tensor:
+        """(B, kv_heads, S, D), rotated, as the layer gave them."""
+        assert self._keys is not None, "the layer has not run"
+        return self._keys
+
+    @property
+    def values(self) -> Tensor:
+        """(B, kv_heads, S, D)."""
+        assert self._values is not None, "the layer has not run"
+        return self._values
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append new keys and values, (B, kv_heads, S, D), and return all of them."""
-        self.keys = keys if self.keys is None else torch.cat((self.keys, keys), 2)
-        self.values = values if self.values is None else torch.cat((self.values, values), 2)
-        return self.keys, self.values
+        self._keys = keys if self._keys is None else torch.cat((self._keys, keys), 2)
+        self._values = values if self._values is None else torch.cat((self._values, values), 2)
+        return self._keys, self._values
 
 
 @dataclass

@@ -56,7 +56,7 @@ def fp16_fault(manifest: Manifest, case: Case) -> Fault | None:
     from pdconvert.executors.mil.trace import Tracer
     from pdconvert.forensics import find_fault
 
-    inputs = dict(case.inputs)
+    inputs: dict[str, Any] = dict(case.inputs)
     for part in manifest.parts_of(case.function):
         rows = slice(part.first * manifest.kv_heads, part.last * manifest.kv_heads)
         taken = {

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import pytest

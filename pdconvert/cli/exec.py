@@ -76,7 +76,7 @@ def command(
     if steps == 1:
         outputs = {name: value[0] for name, value in outputs.items()}
     if out is not None:
-        np.savez(out, **outputs)
+        np.savez(out, allow_pickle=False, **outputs)
     _report(outputs, rows, loss_db, as_json, trace)
 
 

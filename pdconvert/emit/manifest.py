@@ -19,6 +19,7 @@ from pdconvert.ledger import Ledger
 from pdconvert.lowering.contract import FunctionShape, Part, input_ports, output_ports
 from pdconvert.prepare import Plan, Texts
 from pdconvert.process import list_files
+from pdconvert.quant.grid import QuantizedLinear
 from pdconvert.split import WHOLE, part_path
 
 TOOLS = (
@@ -162,8 +163,10 @@ def bits_per_weight(blocks: Sequence[CompiledBlock]) -> float:
                 if len(value.shape) == 2:
                     size = value.shape[0] * value.shape[1]
                     weights += size
-                    quantized = hasattr(value, "codes")
-                    bits += size * value.bits + 16 * value.scales.numel() if quantized else 16 * size
+                    if isinstance(value, QuantizedLinear):
+                        bits += size * value.bits + 16 * value.scales.numel()
+                    else:
+                        bits += 16 * size
     return round(bits / weights, 4)
 
 

@@ -210,8 +210,7 @@ class _Walk:
         source = node.args[0]
         if target in VIEWS and isinstance(source, torch.fx.Node) and source.name in self.parameters:
             parameter = self.parameters[source.name]
-            shape = tuple(torch.empty(parameter.shape, device="meta").view(node.args[1]).shape)
-            self.parameters[node.name] = replace(parameter, shape=shape)
+            self.parameters[node.name] = replace(parameter, shape=tuple(node.meta["val"].shape))
             return
         if _only_feeds_products(node):
             return

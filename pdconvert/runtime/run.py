@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pdconvert.runtime.chunks import plan_chunks
 from pdconvert.runtime.embedding import HostEmbedding
@@ -23,9 +23,6 @@ from pdconvert.runtime.prefix_cache import (
 from pdconvert.runtime.sessions import Opener
 from pdconvert.runtime.weights import DecodeWeights
 from pdconvert.runtime.writer import Clock, OnText, StopReason, Writer
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -153,6 +150,7 @@ class Pair:
         clock = clock or Clock()
         with clock.phase("tokenize_s"):
             ids = self.writer.tokenizer.encode(prompt, chat=chat)
+        self.writer.room(len(ids), max_tokens)
         cached = self.prefill.cached_tokens
         with clock.phase("prefill_s"):
             kv = self.prefill.run(ids)
@@ -178,7 +176,6 @@ def open_prefill(
     Raises:
         InputError: the package or the embedding is missing or damaged.
     """
-
     options = {"kind": package.executor, "mode": package.mode, "compute_units": package.compute_units}
     opener = Opener(manifest, options)
     embedding = HostEmbedding(DecodeWeights(manifest.decode), manifest.embedding_scale)

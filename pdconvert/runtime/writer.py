@@ -131,7 +131,7 @@ class Writer:
             CheckFailed: the decoder gives values that are not finite.
         """
         prompt_tokens = (kv.tokens if kv is not None else 0) + len(last_ids)
-        room = self._room(prompt_tokens, max_tokens)
+        room = self.room(prompt_tokens, max_tokens)
         with clock.phase("handoff_s"):
             cache = self.decoder.new_cache(kv, capacity=prompt_tokens + room)
             if len(last_ids) > 1:
@@ -160,8 +160,12 @@ class Writer:
         reason: StopReason = "eos" if stop == "eos" else "length" if room == max_tokens else "context"
         return Written("".join(pieces), tuple(tokens), reason, steps)
 
-    def _room(self, prompt_tokens: int, max_tokens: int) -> int:
-        """How many tokens may be generated; the last one of them is not fed any more."""
+    def room(self, prompt_tokens: int, max_tokens: int) -> int:
+        """How many of `max_tokens` the context allows; the last one of them is not fed any more.
+
+        Raises:
+            InputError: the prompt alone exceeds the context.
+        """
         if self.context is None:
             return max_tokens
         if prompt_tokens > self.context:

@@ -75,6 +75,12 @@ def test_other_weights_change_the_weight_file_alone(reference: Reference, tmp_pa
     assert [name for name in one if one[name] != two[name]] == ["Data/com.apple.CoreML/weights/weight.bin"]
 
 
+def test_maps_are_serialized_in_the_order_of_their_keys(reference: Reference, tmp_path: Path) -> None:
+    opened = package(tmp_path / "x", reference, FORM)
+    written = (tmp_path / "x" / "Data" / "com.apple.CoreML" / "model.mlmodel").read_bytes()
+    assert opened.spec.SerializeToString(deterministic=True) == written
+
+
 def test_metadata_is_written_in_one_order(reference: Reference, tmp_path: Path) -> None:
     lowered, _ = lowering(reference, FORM)
     for name, order in (("one", ("a", "b")), ("two", ("b", "a"))):

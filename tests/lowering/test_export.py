@@ -8,7 +8,10 @@ from lowered import CONFIG, FULL, PREFILL, Form, lowering
 from torch import Tensor, nn
 
 from passes import (
+    FoldAttentionScale,
+    FoldNormGain,
     QuantizeWeights,
+    ScaleResidual,
 )
 from pdconvert.errors import InputError
 from pdconvert.lowering.contract import FunctionShape
@@ -86,12 +89,25 @@ def test_layers_that_are_alike_are_exported_once(
 def test_a_signature_tells_forms_apart(reference: Reference) -> None:
     block = layer_block(reference)
     forms = [block]
-    for rewrite in FULL:
+    for rewrite in (*FULL, FoldNormGain(), FoldAttentionScale(), ScaleResidual(0.5)):
         forms.append(rewrite.run(forms[-1]))
     found = {signature(form, PREFILL) for form in forms}
     assert len(found) == len(forms)
     assert signature(block, PREFILL) == signature(layer_block(reference, 1), PREFILL)
     assert signature(block, PREFILL) != signature(block, FunctionShape(8))
+
+
+def test_a_signature_sees_what_becomes_a_literal(reference: Reference) -> None:
+    """Norms of another eps, scales and folded gains are the same modules, and other graphs."""
+    block = layer_block(reference)
+    for path, name, value in (
+        ("input_layernorm", "eps", 1e-3),
+        ("self_attn", "scale", 1.0),
+        ("input_layernorm", "gain_is_one", True),
+    ):
+        other = layer_block(reference)
+        setattr(other.module.get_submodule(path), name, value)
+        assert signature(other, PREFILL) != signature(block, PREFILL), name
 
 
 def test_exporting_reads_no_weights(reference: Reference) -> None:

@@ -14,6 +14,7 @@ from pdconvert.errors import InputError
 from pdconvert.executors.mlx import DecodeModel
 from pdconvert.runtime.manifest import Function, Port
 from pdconvert.runtime.package_decode import PackageDecoder, decode_functions
+from pdconvert.runtime.prefill import Prefill
 from pdconvert.runtime.run import run_build
 
 NEAR_TIE = 0.01
@@ -117,13 +118,14 @@ class TestContext:
         exact = run_build(folder, prompt, max_tokens=left, decode="package")
         assert (exact.stop_reason, exact.token_ids) == ("length", result.token_ids)
 
-    def test_a_prompt_beyond_it_is_refused(self, folder):
+    def test_a_prompt_beyond_it_is_refused_before_it_is_prefilled(self, folder, monkeypatch):
         message = (
             f"^the prompt has 258 tokens, and the decoding functions of this build hold {CONTEXT}; shorten"
         )
+        assert run_build(folder, prompt_text(LIMIT), max_tokens=1).prompt_tokens == LIMIT
+        monkeypatch.setattr(Prefill, "run", None)
         with pytest.raises(InputError, match=message):
             run_build(folder, prompt_text(258), decode="package")
-        assert run_build(folder, prompt_text(LIMIT), max_tokens=1).prompt_tokens == LIMIT
 
     def test_a_step_beyond_it_is_refused_rather_than_wrong(self, folder):
         decoder = open_decoder(folder)
