@@ -145,8 +145,8 @@ def call(
     start = before.start + len(before.ids) if before else 0
     hidden, caches = reference.embed(ids)[None], []
     for index in range(len(reference.spec.layers)):
-        past = before.caches[index] if before else Capture()
-        hidden, cache = reference.run(reference.layer(index), hidden, start, Capture(past.keys, past.values))
+        past = Capture(before.caches[index].keys, before.caches[index].values) if before else Capture()
+        hidden, cache = reference.run(reference.layer(index), hidden, start, past)
         caches.append(cache)
     cos, sin = reference.rope(torch.arange(start, start + len(ids)))
     probe = Probe(hidden, torch.arange(len(ids)), cos[0], sin[0])

@@ -82,7 +82,7 @@ def test_an_interrupted_build_resumes_and_leaves_nothing(tmp_path, monkeypatch):
 
     original = compiling.Compiler._head
 
-    def interrupt(*args):
+    def interrupt(*args, **named):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(compiling.Compiler, "_head", interrupt)
@@ -93,7 +93,9 @@ def test_an_interrupted_build_resumes_and_leaves_nothing(tmp_path, monkeypatch):
     layers = []
     layer = compiling.Compiler._layer
     monkeypatch.setattr(compiling.Compiler, "_head", original)
-    monkeypatch.setattr(compiling.Compiler, "_layer", lambda *args: layers.append(args) or layer(*args))
+    monkeypatch.setattr(
+        compiling.Compiler, "_layer", lambda *args, **named: layers.append(args) or layer(*args, **named)
+    )
     assert build(tiny(), tmp_path / "out").verdict == "pass"
     assert layers == [], "layers were compiled again"
 

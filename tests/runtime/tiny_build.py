@@ -9,6 +9,7 @@ import pytest
 
 from pdconvert.pipeline import build
 from pdconvert.recipe import load_recipe, recipe_from_data
+from pdconvert.runtime.handoff import KeysValues
 from pdconvert.runtime.manifest import Manifest, read_manifest
 from pdconvert.runtime.prefill import Prefill
 from pdconvert.verify import open_prefill
@@ -64,3 +65,11 @@ def token_ids(length: int, seed: int = 0) -> list[int]:
 def prompt_text(length: int, seed: int = 0) -> str:
     """A prompt of that many tokens: one for each letter."""
     return "".join(np.random.default_rng((seed, length)).choice(list("abcdefghijklmnopqrstuvwxyz "), length))
+
+
+def assert_same_bits(a: KeysValues, b: KeysValues) -> None:
+    """The same tokens, form and position, and every fp16 value the same to the bit."""
+    assert (a.tokens, a.form, a.start) == (b.tokens, b.form, b.start)
+    for x, y in zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True):
+        assert x.dtype == y.dtype == np.float16
+        np.testing.assert_array_equal(x.view(np.uint16), y.view(np.uint16))
