@@ -34,7 +34,7 @@ demo: $(MODEL_INSTALLED)
 	esac
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not real_model" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not real_model" -n auto --dist loadscope $(PYTEST_ARGS)
 
 test-real: $(MODEL_INSTALLED)
 	$(BIN)/python -m pytest -m real_model $(PYTEST_ARGS)

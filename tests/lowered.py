@@ -184,22 +184,17 @@ def inputs(
         given["token_ids"] = np.array([padded], np.int32)
     if shape.past:
         assert before is not None
-        caches = zip(("past_k", "past_v"), (_keys(before), _values(before)), strict=True)
-        for name, cache in caches:
+        past = {
+            "past_k": _graph([cache.keys for cache in before.caches]),
+            "past_v": _graph([cache.values for cache in before.caches]),
+        }
+        for name, cache in past.items():
             given[name] = torch.full((*cache.shape[:3], shape.past), 7.0)
             given[name][..., : new.start] = cache
     if form.outputs == "logits":
         given["row"] = torch.zeros(1, 1, shape.tokens, 1)
         given["row"][0, 0, len(new.ids) - 1] = 1
     return given
-
-
-def _keys(before: Call) -> Tensor:
-    return _graph([cache.keys for cache in before.caches if cache.keys is not None])
-
-
-def _values(before: Call) -> Tensor:
-    return _graph([cache.values for cache in before.caches if cache.values is not None])
 
 
 def run(

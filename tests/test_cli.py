@@ -184,14 +184,18 @@ RUN_DEFAULTS = {
     "executor": "auto",
     "mode": "fp32",
     "compute_units": "cpu_and_ne",
+    "decode": "mlx",
+    "prefix_cache": None,
+    "prefix_cache_bytes": 4_000_000_000,
 }
 
 
 def test_run_streams_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_build(build: Path, prompt: str, *, on_text: Any, **options: Any) -> None:
+    def run_build(build: Path, prompt: str, *, on_text: Any, **options: Any) -> SimpleNamespace:
         assert (build, prompt, options) == (Path("b"), "2 + 2", RUN_DEFAULTS)
         for piece in (" =", "", " 4 かな"):
             on_text(piece)
+        return SimpleNamespace(stop_reason="length")
 
     fake_module(monkeypatch, "pdconvert.runtime.run", run_build=run_build)
     result = invoke("run", "b", "--prompt", "2 + 2")
@@ -204,6 +208,7 @@ def test_run_json_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_module(monkeypatch, "pdconvert.runtime.run", run_build=recorder)
     options = (
         "--max-tokens 3 --temperature 1 --top-p 0.5 --top-k 7 --seed 9 --chat --executor mil --mode fp16"
+        " --decode package --prefix-cache blocks --prefix-cache-mb 5"
     )
     result = invoke("run", "b", "--prompt", "-", "--json", *options.split(), stdin="from stdin")
     assert json.loads(result.stdout) == {**answer, "timings": {"decode": None}}
@@ -218,6 +223,9 @@ def test_run_json_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
         "executor": "mil",
         "mode": "fp16",
         "compute_units": "cpu_and_ne",
+        "decode": "package",
+        "prefix_cache": Path("blocks"),
+        "prefix_cache_bytes": 5_000_000,
         "on_text": None,
     }
 
