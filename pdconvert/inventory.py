@@ -85,5 +85,5 @@ def _drop_tied_head(source: Source, spec: ModelSpec, found: dict) -> list[str]:
 
 
 def _list(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"tensor {shown} is" if len(names) == 1 else f"{len(names)} tensors ({shown}, …) are"
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"tensor {shown} is" if len(names) == 1 else f"{len(names)} tensors ({shown}) are"

@@ -219,6 +219,8 @@ def make_texts(plan: Plan, tokenizer: Tokenizer | None) -> Texts:
 
 
 def _repeat(ids: list[int], length: int) -> tuple[int, ...]:
+    if not ids:
+        raise InputError("recipe: probe.text has no token; give at least one word")
     return tuple((ids * (length // len(ids) + 1))[:length])
 
 

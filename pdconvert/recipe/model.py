@@ -78,7 +78,7 @@ class Prefill(Strict):
         functions: the entry points, which share one copy of the weights.
     """
 
-    target: Literal["iOS16", "iOS17", "iOS18", "iOS26"] = "iOS18"
+    target: Literal["iOS16", "iOS17", "iOS18"] = "iOS18"
     outputs: Literal["kv", "logits"] = "kv"
     logits: Literal["row", "all"] = "row"
     embedding: Literal["host", "graph"] = "host"

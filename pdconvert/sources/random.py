@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -59,7 +60,7 @@ class RandomSource(Source):
         self.label = f"random:{config['model_type']}:{seed}"
         refuse_quantized_config(self.label, config)
         self.seed = seed
-        self.config = dict(config)
+        self.config = copy.deepcopy(dict(config))
         self.license = {"tag": None, "files": []}
         self.generation_config = {}
         self._vocab_size = self._checked_vocab_size()

@@ -241,3 +241,25 @@ def test_every_blob_type_that_coremltools_writes(tmp_path: Path) -> None:
     assert blob.records == len(offsets)
     for name, offset in offsets.items():
         assert blob.read(offset, dtypes.BY_NAME[name], (7,)).tolist() == numbers.tolist(), name
+
+
+def test_constants_that_do_not_fit_each_other(tmp_path: Path) -> None:
+    """An error in a compressed weight names the op that decompresses it, not the one that uses it."""
+    data, scale = np.zeros((6, 4), np.int8), np.ones((3, 1), np.float16)
+
+    def body(v: dict) -> dict:
+        weight = mb.constexpr_blockwise_shift_scale(data=data, scale=scale, name="weight")
+        return {"out": mb.linear(x=v["x"], weight=weight)}
+
+    path = save_program(tmp_path / "p.mlpackage", {"x": np.zeros((1, 4), np.float16)}, body)
+
+    def change(spec: object) -> None:
+        op = _operation(spec, "constexpr_blockwise_shift_scale")
+        value = op.inputs["scale"].arguments[0].value  # type: ignore[attr-defined]
+        value.type.tensorType.dimensions[0].constant.size = 4
+        value.immediateValue.tensor.bytes.values = np.ones(4, np.float16).tobytes()
+
+    _edit_spec(change)(path)
+    message = r"op constexpr_blockwise_shift_scale 'weight' \(number 0 of function main\) failed: 6 elements cannot be"
+    with pytest.raises(InputError, match=message):
+        MilSession(path).run({"x": np.zeros((1, 4))})

@@ -70,10 +70,9 @@ def argsort() -> Iterator[Case]:
 def topk() -> Iterator[Case]:
     for seed, shape in enumerate(SHAPES):
         for axis, ascending in product(range(-len(shape), len(shape)), (False, True)):
-            for k, dtype in product(range(1, shape[axis] + 1), (*FLOATS, np.int32)):
-                yield Case(
-                    {"x": distinct(seed, shape, dtype)}, {"k": k, "axis": axis, "ascending": ascending}
-                )
+            for k in sorted({1, shape[axis] // 2 + 1, shape[axis]}):
+                x = distinct(seed, shape, (*FLOATS, np.int32)[(axis + k) % 3])
+                yield Case({"x": x}, {"k": k, "axis": axis, "ascending": ascending})
     for sort, indices in product((False, True), (False, True)):
         x = {"x": distinct(3, (3, 6), np.float32)}
         yield Case(x, {"k": 2, "axis": 1, "sort": sort, "return_indices": indices}, since=16)

@@ -158,3 +158,38 @@ def test_a_trace_gives_the_ranges_and_losses_of_every_op(tiny_llama: tuple) -> N
     assert all(row.lost_db < 30 for row in trace.rows if row.op.op_type != "softmax")
     scores = next(row for row in trace.rows if row.op.op_type == "add" and row.shape == (2, 2, 16, 16))
     assert scores.fp16_share == pytest.approx(4e4 / 65504, rel=0.01) and "mask" in scores.op.inputs
+
+
+class Remembering(nn.Module):
+    """Shifts a cache by one row, puts the new row last, and attends over all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(1, 6, 4, dtype=torch.float16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows[:, :5] = self.rows[:, 1:].clone()
+        self.rows[:, 5:] = x
+        return torch.softmax(x @ self.rows.transpose(1, 2), -1) @ self.rows
+
+
+def test_a_converted_module_with_a_state(tmp_path: Path) -> None:
+    module = Remembering().eval()
+    x = torch.randn(1, 1, 4)
+    traced = torch.jit.trace(module.float(), x)
+    model = ct.convert(
+        traced,
+        inputs=[ct.TensorType("x", x.shape)],
+        states=[ct.StateType(ct.TensorType(shape=(1, 6, 4)), name="rows")],
+        minimum_deployment_target=ct.target.iOS18,
+        skip_model_load=True,
+    )
+    model.save(str(tmp_path / "p.mlpackage"))
+    session = MilSession(tmp_path / "p.mlpackage", mode="fp16")
+    state = session.make_state()
+    module.rows.zero_()
+    for step in range(8):
+        x = torch.randn(1, 1, 4, generator=torch.Generator().manual_seed(step)).half().float()
+        (got,) = session.run({"x": x}, state).values()
+        torch.testing.assert_close(got, module(x), rtol=5e-3, atol=5e-3)
+        torch.testing.assert_close(state["rows"], module.rows)

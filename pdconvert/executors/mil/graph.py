@@ -148,19 +148,27 @@ class PlanBuilder:
                 dynamic.append((name, values[0]))
             else:
                 params[name] = values[0].python()
-        if row.bind is not None and not dynamic:
-            fn = row.bind(**params)
-        else:
-            fn = partial(row.fn, **params) if params else row.fn
+        fn = self._bound(row, params) if not dynamic else partial(row.fn, **params)
         rounds = tuple(self._fp16 and t.dtype == "fp16" and not row.copies for t in where.types)
-        if not dynamic and not _has_slot(args) and not where.op_type.startswith("random_"):
+        if not dynamic and not _has_slot(args):
             self._fold(where, fn, args, params, rounds)
             return
+        while args and args[-1] is None:
+            args.pop()
         slots = tuple(
             [self._slot(v) for v in a] if isinstance(a, list) else _maybe(self._slot, a) for a in args
         )
         into = partial(row.into, **params) if row.into is not None else fn
         self._append(Step(where, "op", fn, slots, tuple(dynamic), (), rounds, row=row, into=into))
+
+    def _bound(self, row: OpRow, params: Mapping[str, Any]) -> Callable[..., Any]:
+        """Return the op's function with its constant parameters worked in."""
+        if row.bind is None:
+            return partial(row.fn, **params) if params else row.fn
+        try:
+            return row.bind(**params)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"its parameters do not fit together: {error}") from error
 
     def _tensor_argument(self, row: OpRow, index: int, given: Mapping[str, list[Any]]) -> Any:
         name = row.tensors[index]
@@ -174,7 +182,7 @@ class PlanBuilder:
         return None
 
     def _fold(self, where: OpInfo, fn: Any, args: list[Any], params: Mapping[str, Any], rounds: Any) -> None:
-        node = object()
+        node = f"{self._package.path}: {where}"
         keys = tuple(
             tuple(v.key for v in a) if isinstance(a, list) else None if a is None else a.key for a in args
         )
@@ -183,8 +191,8 @@ class PlanBuilder:
             self._named[name] = Folded(where.types[index], fn, args, index, node, rounds[index], key)
 
     def _add_state(self, op: Any, where: OpInfo) -> None:
-        reference = op.inputs[_STATE_INPUT[op.type]].arguments
-        state = reference[0].name if reference else ""
+        name = _STATE_INPUT[op.type]
+        state = op.inputs[name].arguments[0].name if name in op.inputs else ""
         if state not in self._states:
             raise InputError(f"its state {state!r} is not a state of this function")
         if op.type in _STATE_DATA:

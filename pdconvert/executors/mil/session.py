@@ -14,7 +14,7 @@ from pdconvert.executors.mil.calls import Call, compile_step
 from pdconvert.executors.mil.graph import PlanBuilder
 from pdconvert.executors.mil.package import FunctionInfo, Package
 from pdconvert.executors.mil.plan import OpInfo, Plan, Step
-from pdconvert.executors.mil.values import RUN_TIME, ValueInfo, round_fp16
+from pdconvert.executors.mil.values import OP_ERRORS, RUN_TIME, ValueInfo, first_line, round_fp16
 from pdconvert.executors.mil.weights import WeightCache, default_cache_bytes
 
 MODES = ("fp32", "fp16")
@@ -153,9 +153,10 @@ class MilSession:
                 if free:
                     for slot in frees:
                         registers[slot] = None
-        except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as error:
-            detail = str(error).strip().splitlines() or [type(error).__name__]
-            raise InputError(f"{self.package.path}: {step and step.info} failed: {detail[0]}") from error
+        except OP_ERRORS as error:
+            raise InputError(
+                f"{self.package.path}: {step and step.info} failed: {first_line(error)}"
+            ) from error
 
     def _registers(self, inputs: Mapping[str, Any]) -> list[Any]:
         """Return fresh registers that hold the inputs and the constants that the cache keeps."""

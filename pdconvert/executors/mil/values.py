@@ -14,6 +14,9 @@ from pdconvert.executors.mil.dtypes import MilType
 if TYPE_CHECKING:
     import torch
 
+OP_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError)
+"""What an op's function raises on inputs that do not fit it."""
+
 RUN_TIME = -1
 """Size of a dimension that is known only when the program runs."""
 
@@ -161,6 +164,12 @@ def to_torch(array: np.ndarray, dtype: MilType) -> "torch.Tensor":
     if array.dtype in (np.uint16, np.uint32, np.uint64):
         array = array.astype(np.int64)
     return torch.from_numpy(array).to(target)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def round_fp16(tensor: "torch.Tensor") -> "torch.Tensor":

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pdconvert.errors import InputError
 from pdconvert.executors.mil import dtypes
 from pdconvert.executors.mil.dtypes import MilType
-from pdconvert.executors.mil.values import FileValue, ValueInfo, round_fp16, to_torch
+from pdconvert.executors.mil.values import OP_ERRORS, FileValue, ValueInfo, first_line, round_fp16, to_torch
 
 ALWAYS_KEPT_BYTES = 64 * 1024
 """Constants up to this size do not count against the cache's limit."""
@@ -62,7 +63,7 @@ class Folded:
         call: computes the op's outputs from tensors.
         args: the constants it takes: one for each tensor, a list of them, or None.
         output: which output of the op this is.
-        node: shared by all outputs of one op.
+        node: the op, for messages; the same object for all outputs of one op.
         rounds: whether the value is rounded to fp16.
         key: equal for equal constants, across functions of one package.
     """
@@ -71,7 +72,7 @@ class Folded:
     call: Callable[..., Any]
     args: Sequence[Any]
     output: int
-    node: object
+    node: str
     rounds: bool
     key: Hashable
 
@@ -80,10 +81,18 @@ class Folded:
         return self.tensor({}).tolist()
 
     def tensor(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Compute it. `memo` holds results by node, so that one op runs once for all its outputs."""
+        """Compute it. `memo` holds results by node, so that one op runs once for all its outputs.
+
+        Raises:
+            InputError: the op fails on these constants; the message names it.
+        """
         results = memo.get(id(self.node))
         if results is None:
-            results = self.call(*[_evaluate(arg, memo) for arg in self.args])
+            args = [_evaluate(arg, memo) for arg in self.args]
+            try:
+                results = self.call(*args)
+            except OP_ERRORS as error:
+                raise InputError(f"{self.node} failed: {first_line(error)}") from error
             memo[id(self.node)] = results
         value = results[self.output] if isinstance(results, tuple) else results
         return round_fp16(value) if self.rounds else value
