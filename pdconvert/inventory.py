@@ -8,7 +8,7 @@ import torch
 
 from pdconvert.blocks import DecoderLayer
 from pdconvert.errors import InputError
-from pdconvert.model import ModelSpec
+from pdconvert.model import LayerSpec, ModelSpec, Rope
 from pdconvert.sources.base import Source
 
 
@@ -22,13 +22,17 @@ def expected_tensors(family: ModuleType, spec: ModelSpec) -> dict[str, tuple[int
         expected["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
     if spec.head_bias:
         expected["lm_head.bias"] = (spec.vocab_size,)
+    shapes = {layer: _layer_shapes(layer, spec.rope) for layer in set(spec.layers)}
     for index, layer in enumerate(spec.layers):
-        with torch.device("meta"):
-            shapes = {
-                name: tuple(value.shape) for name, value in DecoderLayer(layer, spec.rope).named_parameters()
-            }
-        expected |= {source: shapes[name] for name, source in family.layer_tensors(index, spec).items()}
+        names = family.layer_tensors(index, spec)
+        expected |= {source: shapes[layer][name] for name, source in names.items()}
     return expected
+
+
+def _layer_shapes(layer: LayerSpec, rope: Rope) -> dict[str, tuple[int, ...]]:
+    """Shapes of one kind of layer by name in the block."""
+    with torch.device("meta"):
+        return {name: tuple(value.shape) for name, value in DecoderLayer(layer, rope).named_parameters()}
 
 
 def check_inventory(source: Source, family: ModuleType, spec: ModelSpec) -> list[str]:
@@ -62,6 +66,8 @@ def check_inventory(source: Source, family: ModuleType, spec: ModelSpec) -> list
                 f"{source.label}: {name} has shape {tuple(found[name].shape)}, config.json asks for {shape}"
             )
     size = source.tokenizer_size()
+    if size == 0:
+        raise InputError(f"{source.label}: the tokenizer's vocabulary is empty; download its files again")
     if size is not None and size > spec.vocab_size:
         raise InputError(
             f"{source.label}: the tokenizer has {size} ids, the embedding {spec.vocab_size} rows; "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -115,11 +117,15 @@ def make_plan(recipe: Recipe, source: Source) -> Plan:
         InputError: the model, or the combination of options, cannot be built.
     """
     from passes import AUTOMATIC, QuantizeWeights
+    from pdconvert.runtime.tokenizer import eos_token_ids
 
-    family = families.get(source.config)
-    spec = family.read_config(source.config)
-    decode_config = family.decode_config(source.config, spec)
+    with _about(source):
+        family = families.get(source.config)
+        spec = family.read_config(source.config)
+        decode_config = family.decode_config(source.config, spec)
+        eos_token_ids(source.config, source.generation_config, None)
     notes = check_inventory(source, family, spec)
+    source.require_tokenizer()
     prefill = recipe.prefill
     listed = {item.name for item in recipe.passes}
     for name in sorted(listed & set(AUTOMATIC)):
@@ -144,6 +150,12 @@ def make_plan(recipe: Recipe, source: Source) -> Plan:
             f"recipe: decode.embedding_bits {recipe.decode.embedding_bits} and decode.head_bits "
             f"{recipe.decode.head_bits} differ, but the checkpoint ties the two; set both to the same"
         )
+    for function in prefill.functions:
+        if function.tokens + function.past > spec.max_positions:
+            raise InputError(
+                f"recipe: {function.name} reaches position {function.tokens + function.past}, the model ends at "
+                f"{spec.max_positions} (max_position_embeddings); give prefill.functions fewer tokens or past"
+            )
     shapes = tuple(FunctionShape(function.tokens, function.past) for function in prefill.functions)
     passes = tuple(recipe.passes)
     if "quantize_weights" not in listed:
@@ -157,6 +169,16 @@ class ResolvesAuto(Protocol):
 
     def resolve(self, ranges: Ranges) -> tuple[Pass | None, str]:
         """The pass with its option chosen, or None where it is not needed, and why."""
+
+
+@contextmanager
+def _about(source: Source) -> Iterator[None]:
+    """Say of which source the config is that an error speaks of."""
+    try:
+        yield
+    except InputError as error:
+        error.add_note(f"source: {source.label}")
+        raise
 
 
 def resolve_passes(plan: Plan, texts: Texts, cache: Cache, hashes: dict[str, str]) -> Plan:
@@ -209,11 +231,17 @@ def make_texts(plan: Plan, tokenizer: Tokenizer | None) -> Texts:
     held_out, digest = text.held_out()
     width, count = min(2 * split, plan.spec.max_positions), plan.recipe.probe.eval_windows
     ids = tokenizer.encode(held_out)
-    stride = max(1, (len(ids) - width) // count)
-    if len(ids) < width or width <= split:
+    if width <= split:
         raise InputError(
-            f"the model's {plan.spec.max_positions} positions leave nothing to score after {split} tokens"
+            f"{plan.source.label}: the model's {plan.spec.max_positions} positions leave nothing to score after "
+            f"{split} tokens of prefill; give prefill.functions at most {plan.spec.max_positions // 2} tokens"
         )
+    if len(ids) - width < count - 1:
+        raise InputError(
+            f"recipe: probe.eval_windows {count}: the held-out text has {len(ids)} tokens, which give "
+            f"{max(0, len(ids) - width + 1)} windows of {width}; ask for fewer"
+        )
+    stride = max(1, (len(ids) - width) // count)
     windows = tuple(tuple(ids[start : start + width]) for start in range(0, stride * count, stride))
     return Texts(probe, windows, split, prompts, digest)
 

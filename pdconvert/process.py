@@ -21,17 +21,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import FrameType
 
 from pdconvert.errors import InputError, PdconvertError
 from pdconvert.rename import exchange
 
 EXIT_TERMINATED = 143
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 BUILD_ENTRIES = frozenset(
     {"manifest.json", "prefill", "prefill.mlpackage", "decode", "test_vectors", "report"}
 )
 # Below this, the disk counts as full when a write has failed for whatever reason a library gives.
 FULL_DISK_BYTES = 1 << 20
+# How coremltools says that it could not write, whatever the system's reason was.
+NATIVE_WRITER = "[MIL FileWriter]"
 
 
 @contextmanager
@@ -53,6 +57,31 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold interrupts back while something is cleaned up, so that a second Ctrl-C leaves nothing behind either."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = {number: signal.signal(number, lambda signum, frame: held.append(signum)) for number in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for signum in held[:1]:
+            signal.raise_signal(signum)
+
+
+def is_plain_text(path: str | Path) -> bool:
+    """Whether a path can be handed to native libraries and written into JSON: UTF-8 without zero bytes."""
+    try:
+        return b"\0" not in str(path).encode("utf-8")
+    except UnicodeEncodeError:  # bytes that are not UTF-8, which Python holds as lone surrogates
+        return False
+
+
+@contextmanager
 def output_folder(out: Path, *, force: bool) -> Iterator[Path]:
     """Yield a temporary folder which becomes `out` when the block ends without an exception.
 
@@ -66,8 +95,8 @@ def output_folder(out: Path, *, force: bool) -> Iterator[Path]:
         InputError: `out` is a file, exists and `force` is not given, holds files that pdconvert did
             not write, is being written by another process, or the disk is full.
     """
-    out = out.resolve()
     check_output(out, force=force)
+    out = _real(out)
     made = _make_parents(out.parent)
     try:
         with _lock(out):
@@ -92,14 +121,20 @@ def _write_and_swap(out: Path) -> Iterator[Path]:
     except PdconvertError:
         raise
     except Exception as error:
-        if _disk_is_full(error, out.parent):
+        if disk_is_full(error, out.parent):
             raise InputError(
                 f"the disk of {out.parent} is full; free some space or choose another --out"
             ) from error
+        if _file_is_too_large(error) or NATIVE_WRITER in str(error):
+            raise InputError(
+                f"{out.parent}: a file of the build cannot be written: it is larger than the disk's format or a limit of "
+                "this process (ulimit -f) allows, or the disk fails; choose another --out"
+            ) from error
         raise
     finally:
-        if work.exists():
-            shutil.rmtree(work)
+        with _uninterrupted():
+            if work.exists():
+                shutil.rmtree(work)
 
 
 def _replace(work: Path, out: Path) -> None:
@@ -122,10 +157,14 @@ def check_output(out: Path, *, force: bool) -> None:
     Raises:
         InputError: as for `output_folder`.
     """
-    if not os.path.lexists(out):
+    real = _real(out)
+    if not is_plain_text(real):
+        raise InputError(f"{str(real)!r} holds bytes that are not UTF-8; choose another --out")
+    if not os.path.lexists(real):
         return
-    if not out.is_dir():
+    if not real.is_dir():
         raise InputError(f"{out} is not a folder; choose another --out")
+    _refuse_working_folder(out, real)
     if not any(out.iterdir()):
         return
     foreign = foreign_files(out)
@@ -134,6 +173,23 @@ def check_output(out: Path, *, force: bool) -> None:
         raise InputError(f"{out} holds files that pdconvert did not write ({shown}); choose another --out")
     if not force:
         raise InputError(f"{out} already holds a build; add --force to replace it, or choose another --out")
+    for folder in (out, *(path for path in out.rglob("*") if path.is_dir())):
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise InputError(
+                f"{folder} is read-only, so the build in {out} cannot be replaced; make it writable, "
+                "or choose another --out"
+            )
+
+
+def _real(out: Path) -> Path:
+    """Where a path leads, links followed; a link that leads to itself is left as it is."""
+    return Path(os.path.realpath(out))
+
+
+def _refuse_working_folder(out: Path, real: Path) -> None:
+    """Refuse a folder whose replacement would pull the ground from under the user's shell."""
+    if Path(os.path.realpath(os.curdir)).is_relative_to(real):
+        raise InputError(f"{out} is the working directory or holds it; choose a folder inside it as --out")
 
 
 def foreign_files(build: Path) -> list[str]:
@@ -243,8 +299,13 @@ def _siblings(out: Path, kind: str) -> list[Path]:
     return sorted(out.parent.glob(glob.escape(f".{out.name}.{kind}-") + "*"))
 
 
-def _disk_is_full(error: Exception, folder: Path) -> bool:
+def disk_is_full(error: Exception, folder: Path) -> bool:
     """Whether a full disk is the cause; native libraries say so in words only, or not at all."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(folder).free < FULL_DISK_BYTES
+
+
+def _file_is_too_large(error: Exception) -> bool:
+    """Whether one file passed a limit: FAT32 ends at 4 GB, and a process can have a limit of its own."""
+    return (isinstance(error, OSError) and error.errno == errno.EFBIG) or os.strerror(errno.EFBIG) in str(error)

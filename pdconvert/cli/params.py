@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from pdconvert.process import is_plain_text
+
 
 class UserPath(click.ParamType):
     """A path as typed; only a leading `~` or `~/` means the home folder, any other `~` is a plain letter."""
@@ -18,6 +20,8 @@ class UserPath(click.ParamType):
         text = str(value)
         if not text:
             self.fail("the path is empty", param, ctx)
+        if not is_plain_text(text):
+            self.fail(f"{text!r} holds a zero byte, or bytes that are not UTF-8", param, ctx)
         return Path(text).expanduser() if text == "~" or text.startswith("~/") else Path(text)
 
 

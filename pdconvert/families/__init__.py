@@ -19,6 +19,9 @@ from typing import Any
 
 from pdconvert.errors import InputError
 
+TYPING_ERROR = 0.87
+"""Similarity of two names from which on one is taken for a mistyped other; mixtral and mistral are below."""
+
 
 def names() -> list[str]:
     """The `model_type` of every family, sorted."""
@@ -41,7 +44,7 @@ def get(config: dict[str, Any]) -> ModuleType:
             "config.json has no model_type, so its family is unknown; add it to the checkpoint's config"
         )
     if model_type not in names():
-        near = difflib.get_close_matches(model_type, names(), 1)
+        near = difflib.get_close_matches(model_type.lower(), names(), 1, TYPING_ERROR)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise InputError(f"model_type {model_type!r} is not supported{hint}; supported: {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{model_type}")

@@ -41,6 +41,12 @@ BOOKKEEPING = frozenset(
 )
 """Config keys that change nothing that a converted model computes."""
 
+LARGEST_SIZE = 1 << 24
+"""More than any model's vocabulary, width or context: a larger number is a damaged config."""
+
+MOST_LAYERS = 1 << 12
+"""More than any model's layers."""
+
 ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -72,13 +78,19 @@ def refuse_unknown(config: dict[str, Any], known: Iterable[str], family: str) ->
         )
 
 
-def positive_int(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    """The positive integer under `key`; a null or missing value takes the default."""
+def positive_int(
+    config: dict[str, Any], key: str, default: int | None = None, most: int = LARGEST_SIZE
+) -> int:
+    """The positive integer under `key`, at most `most`; a null or missing value takes the default."""
     value = config.get(key)
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise InputError(f"config.json: {key} must be a positive integer, not {value!r}")
+    if value > most:
+        raise InputError(
+            f"config.json: {key} {value} is more than any model has (at most {most}); the config is damaged"
+        )
     return value
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from pdconvert.errors import InputError
-from pdconvert.families.config import flag, positive_int, read_rope, refuse_unknown, rope_parameters
+from pdconvert.families.config import (
+    MOST_LAYERS,
+    flag,
+    positive_int,
+    read_rope,
+    refuse_unknown,
+    rope_parameters,
+)
 from pdconvert.model import LayerSpec, ModelSpec
 
 LAYER = "transformers.models.llama.modeling_llama:LlamaDecoderLayer"
@@ -136,7 +143,7 @@ def read_config(config: dict[str, Any]) -> ModelSpec:
         model_type="llama",
         hidden_size=hidden,
         vocab_size=positive_int(config, "vocab_size", 32000),
-        layers=(layer,) * positive_int(config, "num_hidden_layers", 32),
+        layers=(layer,) * positive_int(config, "num_hidden_layers", 32, MOST_LAYERS),
         norm_eps=float(eps),
         tied=flag(config, "tie_word_embeddings", False),
         max_positions=positive_int(config, "max_position_embeddings", 2048),
@@ -164,6 +171,10 @@ def decode_config(config: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
         InputError: mlx-lm would load the config and compute something else.
     """
     layer, rope = spec.layers[0], rope_parameters(config)
+    if not layer.norm_eps:
+        raise InputError(
+            "config.json: rms_norm_eps is 0, which mlx-lm refuses; set it to a small number, such as 1e-6"
+        )
     kind = rope["rope_type"]
     scaling = None
     if kind != "default":

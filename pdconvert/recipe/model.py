@@ -10,6 +10,9 @@ from pdconvert.recipe.passes import dump_passes, parse_passes, quantizes
 from pdconvert.recipe.source import SourceSpec
 from pdconvert.recipe.strict import Strict, fail
 
+LARGEST_AXIS = 65536
+"""No Neural Engine takes a longer axis (the newest ones; older ones end at 16384)."""
+
 
 def _as_tuple(value: Any) -> Any:
     """A YAML list as the tuple that a frozen value holds."""
@@ -36,8 +39,8 @@ class FunctionSpec(Strict):
         past: earlier tokens whose keys and values it takes as input.
     """
 
-    tokens: int = Field(ge=1)
-    past: int = Field(default=0, ge=0)
+    tokens: int = Field(ge=1, le=LARGEST_AXIS)
+    past: int = Field(default=0, ge=0, le=LARGEST_AXIS)
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from pdconvert.errors import InputError
+from pdconvert.process import is_plain_text
 from pdconvert.recipe.strict import Strict, fail
 
 SourceKind = Literal["package", "hub", "path", "gguf", "random"]
@@ -62,6 +63,9 @@ class SourceSpec(Strict):
                 fail(f"belongs to a {owner!r} source, not to {given[0]!r}", path=[key])
         if getattr(self, given[0]) == "":
             fail("is empty", path=[given[0]])
+        for key, value in self:
+            if isinstance(value, str) and not is_plain_text(value):
+                fail("holds a zero byte, or bytes that are not UTF-8", path=[key], shown=value)
         return self
 
     @property

@@ -94,6 +94,8 @@ def parse_yaml(text: str, where: str, *, show_line: bool = True) -> Any:
         line = f":{mark.line + 1}" if mark and show_line else ""
         told = ", ".join(part for part in (error.context, error.problem) if part)
         raise InputError(f"{where}{line}: {told}") from error
+    except RecursionError as error:
+        raise InputError(f"{where}: nested too deeply; a recipe has a few levels only") from error
     except yaml.YAMLError as error:
         raise InputError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
 

@@ -37,6 +37,7 @@ class Source(ABC):
         license: `{"tag": the model card's licence or None, "files": names of licence files}`.
         random: whether the weights are seeded random numbers.
         has_tokenizer: whether `write_tokenizer` can write one.
+        no_tokenizer: what to say and do where there is none.
     """
 
     label: str
@@ -45,6 +46,7 @@ class Source(ABC):
     license: dict[str, Any]
     random: bool = False
     has_tokenizer: bool = False
+    no_tokenizer: str = "no tokenizer; add its files"
 
     @abstractmethod
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -76,6 +78,15 @@ class Source(ABC):
     @abstractmethod
     def tokenizer_size(self) -> int | None:
         """One more than the highest token id, added tokens included; None without a tokenizer."""
+
+    def require_tokenizer(self) -> None:
+        """Ask for a tokenizer before the work, since the decode folder cannot be written without.
+
+        Raises:
+            InputError: the source has none.
+        """
+        if not self.has_tokenizer:
+            raise InputError(f"{self.label}: {self.no_tokenizer}")
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, in fp32 on the CPU, every value finite.

@@ -83,8 +83,16 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(state, dict):
         raise InputError(f"{path}: expected a state dict, found {type(state).__name__}")
     for name, value in state.items():
+        if not isinstance(name, str):
+            raise InputError(
+                f"{path}: a tensor is named {name!r}, not by a text; expected a plain state dict"
+            )
         if not isinstance(value, torch.Tensor):
             raise InputError(
                 f"{path}: {name} is {type(value).__name__}, not a tensor; expected a plain state dict"
+            )
+        if value.layout is not torch.strided:
+            raise InputError(
+                f"{path}: {name} is sparse ({value.layout}); save the checkpoint with dense tensors"
             )
     return state

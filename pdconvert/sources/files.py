@@ -61,7 +61,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        InputError: the file is missing, empty, a git-lfs pointer, not JSON, or not an object.
+        InputError: the file is missing, empty, a git-lfs pointer, not JSON, not an object, or nested deeper
+            than any file of a checkpoint is.
     """
     check_content(path)
     try:
@@ -70,6 +71,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not JSON: {error.msg} in line {error.lineno}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not JSON: not text in UTF-8 (byte {error.start})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise InputError(f"{path}: damaged: {error}; download it again") from error
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a JSON object, found {type(data).__name__}")
     return data

@@ -51,6 +51,8 @@ class GgufSource(Source):
             is not supported, or a tensor has no Hugging Face name.
     """
 
+    no_tokenizer = "no tokenizer in its metadata; take a file that carries one"
+
     def __init__(self, path: Path, label: str | None = None, licenses: Sequence[Path] = ()) -> None:
         self.path = path
         self.label = label or str(path)
@@ -82,8 +84,7 @@ class GgufSource(Source):
         return {self.path.name: sha256_file(self.path)}
 
     def write_tokenizer(self, folder: Path) -> None:
-        if not self.has_tokenizer:
-            raise InputError(f"{self.label}: no tokenizer in its metadata; take a file that carries one")
+        self.require_tokenizer()
         save_tokenizer(self.path, self._metadata, folder)
         write_json(folder / "generation_config.json", self.generation_config)
         copy_files(self._licenses, folder)

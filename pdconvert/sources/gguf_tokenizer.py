@@ -10,6 +10,7 @@ from typing import Any
 
 from pdconvert.errors import InputError
 from pdconvert.sources.files import read_json, write_json
+from pdconvert.sources.tokenizer import unreadable_tokenizer
 
 _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
 """`tokenizer.ggml.pre` values that put every digit apart before GPT-2's pattern; transformers does not."""
@@ -58,11 +59,17 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], folder: Path) -> Non
         path: the GGUF file.
         metadata: of the file.
         folder: an existing folder.
+
+    Raises:
+        InputError: tokens, merges and special tokens of the file do not fit together.
     """
     from transformers import PreTrainedTokenizerFast
 
-    with _quiet():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+    try:
+        with _quiet():
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+    except Exception as error:  # noqa: BLE001  whatever a file makes a third party raise: `tokenizers` has no class
+        raise unreadable_tokenizer(str(path), error) from error
     tokenizer.save_pretrained(str(folder))
     tokens = metadata["tokenizer.ggml.tokens"]
     splits_digits = (

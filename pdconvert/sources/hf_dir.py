@@ -39,6 +39,7 @@ _LAYOUTS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _BASE_EMBEDDING = "embed_tokens.weight"
 _PREFIX = "model."
 
@@ -65,6 +66,8 @@ class HfDirSource(Source):
             quantized, or an adapter's.
     """
 
+    no_tokenizer = "no tokenizer (tokenizer.json or tokenizer.model); add its files"
+
     def __init__(self, folder: Path, label: str | None = None) -> None:
         if not folder.is_dir():
             missing = "not a folder" if folder.exists() else "no such folder"
@@ -74,18 +77,19 @@ class HfDirSource(Source):
         self.folder = folder
         self.label = label or str(folder)
         self.config = self._read_config()
+        self._refuse_adapter_files()
         self._open: _WeightFile | None = None
         self._files, self._weight_map = self._find_weights()
         self._table = self._checked_table()
         self._infos = {name: info for name, (_, _, info) in self._table.items()}
         generation = folder / "generation_config.json"
-        self.generation_config = read_json(generation) if generation.exists() else {}
+        self.generation_config = read_json(generation) if _is_there(generation) else {}
         self._licenses = license_files(folder)
         self.license = {
             "tag": license_tag(folder / "README.md"),
             "files": [path.name for path in self._licenses],
         }
-        self._tokenizer_files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+        self._tokenizer_files = [folder / name for name in TOKENIZER_FILES if _is_there(folder / name)]
         names = {path.name for path in self._tokenizer_files}
         self.has_tokenizer = (
             bool(names & {"tokenizer.json", "tokenizer.model"}) or {"vocab.json", "merges.txt"} <= names
@@ -100,8 +104,7 @@ class HfDirSource(Source):
         return {path.name: sha256_file(path) for path in paths}
 
     def write_tokenizer(self, folder: Path) -> None:
-        if not self.has_tokenizer:
-            raise InputError(f"{self.label}: no tokenizer (tokenizer.json or tokenizer.model); add its files")
+        self.require_tokenizer()
         for path in self._tokenizer_files:
             check_content(path)
         generation = self.folder / "generation_config.json"
@@ -132,13 +135,22 @@ class HfDirSource(Source):
 
     def _read_config(self) -> dict[str, Any]:
         path = self.folder / "config.json"
-        if not path.exists():
+        if not _is_there(path):
             raise MissingFile(f"{self.folder}: no config.json{self._instead()}")
         config = read_json(path)
         if not isinstance(config.get("model_type"), str):
             raise InputError(f"{path}: no model_type; expected the config of a causal LM")
         refuse_quantized_config(self.label, config)
         return config
+
+    def _refuse_adapter_files(self) -> None:
+        """Refuse a folder with an adapter beside the model: compiling the model alone would drop it in silence."""
+        for name in ADAPTER_FILES:
+            if (self.folder / name).exists():
+                raise InputError(
+                    f"{self.folder}: holds an adapter ({name}) beside the model; merge the two (peft: "
+                    "merge_and_unload) and save that, or remove the adapter's files to compile the model alone"
+                )
 
     def _find_weights(self) -> tuple[list[Path], dict[str, str] | None]:
         """The weight files, and the index's map from tensor to file name if there is an index."""
@@ -220,3 +232,14 @@ class HfDirSource(Source):
         if weights:
             return f"; it holds {', '.join(weights[:3])}, but no index: the download is incomplete"
         return "; download the whole checkpoint"
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file that a checkpoint may leave out is there.
+
+    Raises:
+        MissingFile: it is a link to a file that is gone, as an interrupted download leaves it.
+    """
+    if path.is_symlink() and not path.exists():
+        check_content(path)
+    return path.exists()

@@ -67,6 +67,11 @@ class RandomSource(Source):
         self.has_tokenizer = self._vocab_size >= BYTES_AND_SPECIALS
         if self.has_tokenizer:
             self._set_special_ids()
+        else:
+            self.no_tokenizer = (
+                f"vocab_size {self._vocab_size} is too small for a tokenizer of bytes; "
+                f"give at least {BYTES_AND_SPECIALS}"
+            )
 
     def tensors(self) -> dict[str, TensorInfo]:
         return self._shapes
@@ -76,11 +81,7 @@ class RandomSource(Source):
         return {"random": hashlib.sha256(content.encode()).hexdigest()}
 
     def write_tokenizer(self, folder: Path) -> None:
-        if not self.has_tokenizer:
-            raise InputError(
-                f"{self.label}: vocab_size {self._vocab_size} is too small for a tokenizer of bytes; "
-                f"give at least {BYTES_AND_SPECIALS}"
-            )
+        self.require_tokenizer()
         write_byte_tokenizer(
             folder, self._vocab_size, self.config["bos_token_id"], self.config["eos_token_id"]
         )

@@ -114,7 +114,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         raw = file.read(length)
     try:
         header = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(
             f"{path}: not a safetensors file: its header is not JSON; download it again"
         ) from error

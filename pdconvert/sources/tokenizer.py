@@ -35,8 +35,11 @@ def _fast_ids(path: Path) -> list[int]:
         ids = list(range(len(vocab)))
     else:
         raise InputError(f"{path}: not a tokenizer file: no model.vocab")
-    ids += [token.get("id") for token in data.get("added_tokens") or [] if isinstance(token, Mapping)]
-    if not all(type(i) is int for i in ids):
+    added = data.get("added_tokens") or []
+    if not isinstance(added, list) or not all(isinstance(token, Mapping) for token in added):
+        raise InputError(f"{path}: not a tokenizer file: added_tokens is not a list of tokens")
+    ids += [token.get("id") for token in added]
+    if not all(type(i) is int and i >= 0 for i in ids):
         raise InputError(f"{path}: not a tokenizer file: a token's id is not a whole number")
     return ids
 
@@ -47,10 +50,23 @@ def _slow_ids(folder: Path) -> Iterable[int]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{folder}: its tokenizer cannot be loaded: {reason}") from error
+    except Exception as error:  # noqa: BLE001  whatever a file makes a third party raise: `tokenizers` has no class
+        raise unreadable_tokenizer(str(folder), error) from error
     return tokenizer.get_vocab().values()
+
+
+def unreadable_tokenizer(label: str, error: Exception) -> InputError:
+    """The error of a tokenizer whose files the libraries that read them do not understand.
+
+    Args:
+        label: names the source.
+        error: what `tokenizers` or `transformers` raised.
+    """
+    reason = " ".join(str(error).split())[:200]
+    return InputError(
+        f"{label}: its tokenizer cannot be loaded ({type(error).__name__}: {reason}); download its files again, "
+        "or give a tokenizer.json that the tokenizers library reads"
+    )
 
 
 def _added_ids(folder: Path) -> list[int]:
