@@ -43,6 +43,10 @@ class LayerNormRMSNorm(RMSNorm):
             doubled = torch.cat((x, -x), 1).permute(0, 2, 3, 1)
             normal = torch.nn.functional.layer_norm(doubled, doubled.shape[-1:], eps=self.eps)
             return self.with_gain(normal.permute(0, 3, 1, 2).narrow(1, 0, x.shape[1]))
+        if self.channel_axis == 2:
+            doubled = torch.cat((x, -x), 2).transpose(2, 3)
+            normal = torch.nn.functional.layer_norm(doubled, doubled.shape[-1:], eps=self.eps)
+            return self.with_gain(normal.transpose(2, 3).narrow(2, 0, x.shape[2]))
         doubled = torch.cat((x, -x), -1)
         normal = torch.nn.functional.layer_norm(doubled, doubled.shape[-1:], eps=self.eps)
         return self.with_gain(normal.narrow(-1, 0, x.shape[-1]))

@@ -6,8 +6,8 @@ from types import ModuleType
 
 import torch
 
-from pdconvert.blocks import DecoderLayer
 from pdconvert.errors import InputError
+from pdconvert.layer_tensors import expected_shapes
 from pdconvert.model import ModelSpec
 from pdconvert.sources.base import Source
 
@@ -22,12 +22,8 @@ def expected_tensors(family: ModuleType, spec: ModelSpec) -> dict[str, tuple[int
         expected["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
     if spec.head_bias:
         expected["lm_head.bias"] = (spec.vocab_size,)
-    for index, layer in enumerate(spec.layers):
-        with torch.device("meta"):
-            shapes = {
-                name: tuple(value.shape) for name, value in DecoderLayer(layer, spec.rope).named_parameters()
-            }
-        expected |= {source: shapes[name] for name, source in family.layer_tensors(index, spec).items()}
+    for index in range(len(spec.layers)):
+        expected |= expected_shapes(family, index, spec)
     return expected
 
 

@@ -45,7 +45,7 @@ def measure_ranges(
 
     Args:
         sequences: token ids, of any lengths.
-        readers: paths of the norms whose input is the residual stream.
+        readers: paths of the parts whose input is the residual stream (`pdconvert.blocks.stream_inputs`).
     """
     states = [reference.embed(ids)[None] for ids in sequences]
     residual, where = max(float(state.abs().max()) for state in states), "embedding"

@@ -15,7 +15,7 @@ from pdconvert.runtime.handoff import KeysValues
 from pdconvert.runtime.manifest import Function, Manifest, Port
 from pdconvert.runtime.mask import MASKED, causal_mask
 from pdconvert.runtime.prefix_cache import PrefixCache
-from pdconvert.runtime.rope import rope_tables, rotate_half_split
+from pdconvert.runtime.rope import rope_tables, rotate_layers
 
 
 class Session(Protocol):
@@ -204,6 +204,7 @@ class Past:
     def __init__(self, manifest: Manifest, past: KeysValues | None):
         self.length = 0
         self._raw = manifest.key_form == "raw"
+        self._kv_heads, self._unrotated = manifest.kv_heads, manifest.rope.unrotated_layers
         self._rows, self._dim = manifest.layers * manifest.kv_heads, manifest.head_dim
         self.graph_keys = self.graph_values = self._raw_keys = np.zeros(self.shape(0), np.float16)
         if past is not None:
@@ -236,7 +237,8 @@ class Past:
         self._raw_keys[..., span] = keys
         self.graph_values[..., span] = values
         if self._raw:
-            self.graph_keys[..., span] = rotate_half_split(keys, rope[0][..., span], rope[1][..., span])
+            cos, sin = (table[..., span] for table in rope)
+            self.graph_keys[..., span] = rotate_layers(keys, cos, sin, self._kv_heads, self._unrotated)
         self.length = end
 
     def keys(self) -> np.ndarray:
