@@ -60,7 +60,7 @@ class ScaleResidual:
         module = rewrite(block.module, lambda part: None)
         scaled = replace(block, module=module)
         for path in module.residual_writers:
-            for kind, parameter in module.get_submodule(path).named_parameters(recurse=False):
+            for kind, _ in module.get_submodule(path).named_parameters(recurse=False):
                 scaled = scaled.times(module, f"{path}.{kind}", factor)
         for path in module.residual_linears:
             scaled = scaled.times(module, f"{path}.weight", 1 / factor)

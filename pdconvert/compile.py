@@ -205,9 +205,7 @@ class Compiler:
         )
         stored_hidden, stored_cache = reference.run(shipped, streams.stored)
         stored_keys = (
-            unrotate(stored_cache.keys, probe, spec.rope.attention_factor)
-            if unturn
-            else stored_cache.keys
+            unrotate(stored_cache.keys, probe, spec.rope.attention_factor) if unturn else stored_cache.keys
         )
         save_block(folder / "tensors.safetensors", stored)
         _save_flow(folder, Streams(hidden, stored_hidden, windows))

@@ -86,6 +86,8 @@ def join_rows(parts: list[Stored]) -> Stored:
     if not records:
         return torch.cat(parts)
     assert len(records) == len(parts), "a fused tensor is quantized in part"
-    assert len({(part.bits, part.group) for part in records}) == 1, "parts of a fused tensor differ in their grid"
+    assert len({(part.bits, part.group) for part in records}) == 1, (
+        "parts of a fused tensor differ in their grid"
+    )
     codes, scales = (torch.cat([getattr(part, field) for part in records]) for field in ("codes", "scales"))
     return QuantizedLinear(codes, scales, records[0].bits, records[0].group)
