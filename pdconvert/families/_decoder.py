@@ -157,7 +157,7 @@ def make_hf_config(
 
     values = {key: config[key] for key in sorted({*keys, "initializer_range"}) if config.get(key) is not None}
     values["rope_parameters"] = dict(rope)
-    values["pad_token_id"] = None
+    values |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     if isinstance(values.get("rms_norm_eps"), int):
         values["rms_norm_eps"] = float(values["rms_norm_eps"])
     try:
@@ -224,7 +224,9 @@ def refuse_layer_windows(config: dict[str, Any], geometry: Geometry, family: str
         raise InputError(
             "config.json: layer_types has sliding_attention, but use_sliding_window is false; make them agree"
         )
-    first = positive_int(config, "max_window_layers", 28)
+    first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise InputError(f"config.json: max_window_layers must be a whole number, not {first!r}")
     if on and ("sliding_attention" in types if types is not None else first < geometry.layers):
         where = " of layers of type sliding_attention" if types is not None else f" from layer {first} on"
         refuse_window(config.get("sliding_window", 4096), geometry.max_positions, family, where)

@@ -68,16 +68,18 @@ def read_config(config: dict[str, Any]) -> ModelSpec:
     """
     refuse_unknown(config, KNOWN, "smollm3")
     geometry = decoder.read_geometry(config, DEFAULTS, "smollm3", free_head_dim=True)
-    decoder.refuse_layer_windows({**config, "max_window_layers": 1}, geometry, "smollm3")
+    rotary = rotary_layers(config, geometry.layers)
+    types = config.get("layer_types")
+    if types is None and config.get("use_sliding_window"):  # Hugging Face gives it to layers without RoPE
+        types = ["full_attention" if turns else "sliding_attention" for turns in rotary]
+    decoder.refuse_layer_windows({**config, "layer_types": types}, geometry, "smollm3")
     bias = flag(config, "attention_bias", False)
     features = {
         "attention_bias": bias,
         "output_bias": bias,
         "mlp_bias": flag(config, "mlp_bias", False),
     }
-    layers = tuple(
-        geometry.layer(rotary=rotary, **features) for rotary in rotary_layers(config, geometry.layers)
-    )
+    layers = tuple(geometry.layer(rotary=turns, **features) for turns in rotary)
     return geometry.model("smollm3", layers, read_rope(hf_config(config), ROTARY))
 
 
