@@ -68,7 +68,8 @@ class SafeRmsNorm:
     Attributes:
         method: `row_max`, or `layer_norm` (the layer norm of [x, −x], one fused op; whether its inside
             overflows depends on the engine, and the executor here computes it in fp32), or `auto`: row_max
-            where the squares of the measured residual stream come near the end of fp16, else none.
+            where the squares of the measured residual stream, or of another norm's input, come near the end of
+            fp16, else none.
     """
 
     name: ClassVar[str] = "safe_rms_norm"
@@ -78,8 +79,11 @@ class SafeRmsNorm:
     def resolve(self, ranges: Ranges) -> tuple[SafeRmsNorm | None, str]:
         """The pass with its method chosen, or None where a plain norm is safe, and why."""
         limit = math.sqrt(FP16_MAX) / HEADROOM
+        peak = max(ranges.residual_peak, ranges.norm_peak)
         measured = f"the residual stream peaks at {ranges.residual_peak:,.0f} in {ranges.residual_where}"
-        if ranges.residual_peak < limit:
+        if ranges.norm_peak > ranges.residual_peak:
+            measured = f"the input of a norm peaks at {ranges.norm_peak:,.0f} in {ranges.norm_where}"
+        if peak < limit:
             return None, f"{measured}, and squares are safe up to {limit:.0f}: not needed"
         return SafeRmsNorm("row_max"), f"{measured}, and squares are safe only up to {limit:.0f}: row_max"
 

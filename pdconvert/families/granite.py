@@ -69,12 +69,12 @@ def read_config(config: dict[str, Any]) -> ModelSpec:
         attention_scale=decoder.number(config, "attention_multiplier", 1.0),
         residual_multiplier=decoder.number(config, "residual_multiplier", 1.0),
     )
+    scales = {
+        "embedding_scale": decoder.number(config, "embedding_multiplier", 1.0),
+        "logits_divisor": decoder.number(config, "logits_scaling", 1.0),
+    }
     return geometry.model(
-        "granite",
-        (layer,) * geometry.layers,
-        read_rope(hf_config(config), ROTARY),
-        embedding_scale=decoder.number(config, "embedding_multiplier", 1.0),
-        logits_divisor=decoder.number(config, "logits_scaling", 1.0),
+        "granite", (layer,) * geometry.layers, read_rope(hf_config(config), ROTARY), **scales
     )
 
 
