@@ -49,6 +49,7 @@ FLAGS = (False, True)
 VALUES: dict[str, Sequence[Any]] = {
     "tie_word_embeddings": FLAGS,
     "attention_bias": FLAGS,
+    "attention_out_bias": FLAGS,
     "mlp_bias": FLAGS,
     "rms_norm_eps": (1e-6, 1e-5, 1e-3),
     "vocab_size": (260, 289, 320),
