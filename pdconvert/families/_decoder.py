@@ -85,7 +85,7 @@ def read_geometry(
 
     Args:
         defaults: Hugging Face's, for keys that are missing or null; without `num_key_value_heads` it follows
-            from the heads, without `head_dim` from the width.
+            from the heads, as it does where it is null, without `head_dim` from the width.
         free_head_dim: whether head_dim may differ from hidden_size / num_attention_heads.
         mlx: the mlx-lm model that decodes, where it is another than the family's.
 
@@ -100,7 +100,8 @@ def read_geometry(
         )
     hidden = positive_int(config, "hidden_size", defaults["hidden_size"])
     heads = positive_int(config, "num_attention_heads", defaults["num_attention_heads"])
-    kv_heads = positive_int(config, "num_key_value_heads", defaults.get("num_key_value_heads", heads))
+    missing = heads if "num_key_value_heads" in config else defaults.get("num_key_value_heads", heads)
+    kv_heads = positive_int(config, "num_key_value_heads", missing)
     if heads % kv_heads:
         raise InputError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
@@ -160,8 +161,11 @@ def make_hf_config(
     values |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     if isinstance(values.get("rms_norm_eps"), int):
         values["rms_norm_eps"] = float(values["rms_norm_eps"])
+    family_class = getattr(transformers, config_class)
+    if config.get("num_key_value_heads", 1) is None:
+        values["num_key_value_heads"] = values.get("num_attention_heads", family_class.num_attention_heads)
     try:
-        result = getattr(transformers, config_class)(**values)
+        result = family_class(**values)
     except (TypeError, ValueError, KeyError, ArithmeticError, StrictDataclassError) as error:
         family = config.get("model_type")
         reason = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""mistral: Mistral 7B from version 0.2 on, and others without a window shorter than their context."""
+"""mistral: Mistral 7B from version 0.2 on; a window shorter than the context is refused."""
 
 from __future__ import annotations
 

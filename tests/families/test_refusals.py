@@ -152,6 +152,19 @@ def test_what_a_half_cannot_hold_is_refused(case: str) -> None:
     assert str(error.value) == f"config.json: {message}"
 
 
+@pytest.mark.parametrize("name", families.names())
+def test_null_kv_heads_are_as_many_as_heads(name: str) -> None:
+    family = families.get({"model_type": name})
+    assert family.read_config({**family.TINY, "num_key_value_heads": None}).kv_heads == 4
+
+
+def test_a_null_head_dim_is_no_missing_one() -> None:
+    family = families.get({"model_type": "seed_oss"})
+    assert family.read_config({**family.TINY, "head_dim": None}).head_dim == 16
+    missing = {key: value for key, value in family.TINY.items() if key != "head_dim"}
+    assert family.read_config(missing).head_dim == 128
+
+
 def test_a_window_that_hugging_face_assumes_is_refused_too() -> None:
     family = families.get({"model_type": "mistral"})
     config = {key: value for key, value in family.TINY.items() if key != "sliding_window"}
