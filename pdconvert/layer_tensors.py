@@ -72,7 +72,8 @@ def reference_state(
     state = {}
     for source_name, names in by_checkpoint_name(family, index, spec).items():
         if all(name in rest for name in names):
-            state[source_name.removeprefix(prefix)] = join_rows([rest.pop(name) for name in names])
+            parts = [rest.pop(name) for name in names]
+            state[source_name.removeprefix(prefix)] = parts[0] if len(parts) == 1 else torch.cat(parts)
     return {**state, **rest}
 
 
@@ -83,11 +84,12 @@ def join_rows(parts: list[Stored]) -> Stored:
     if len(parts) == 1:
         return parts[0]
     records = [part for part in parts if isinstance(part, QuantizedLinear)]
+    plain = [part for part in parts if not isinstance(part, QuantizedLinear)]
     if not records:
-        return torch.cat(parts)
-    assert len(records) == len(parts), "a fused tensor is quantized in part"
+        return torch.cat(plain)
+    assert not plain, "a fused tensor is quantized in part"
     assert len({(part.bits, part.group) for part in records}) == 1, (
         "parts of a fused tensor differ in their grid"
     )
-    codes, scales = (torch.cat([getattr(part, field) for part in records]) for field in ("codes", "scales"))
+    codes, scales = torch.cat([part.codes for part in records]), torch.cat([part.scales for part in records])
     return QuantizedLinear(codes, scales, records[0].bits, records[0].group)

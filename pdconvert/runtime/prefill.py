@@ -237,8 +237,9 @@ class Past:
         self._raw_keys[..., span] = keys
         self.graph_values[..., span] = values
         if self._raw:
-            cos, sin = (table[..., span] for table in rope)
-            self.graph_keys[..., span] = rotate_layers(keys, cos, sin, self._kv_heads, self._unrotated)
+            # From the fp16 values that are handed on, so that it makes no difference whether they come from a call.
+            kept, (cos, sin) = self._raw_keys[..., span], (table[..., span] for table in rope)
+            self.graph_keys[..., span] = rotate_layers(kept, cos, sin, self._kv_heads, self._unrotated)
         self.length = end
 
     def keys(self) -> np.ndarray:
