@@ -1,4 +1,4 @@
-"""phi3: Phi-3 and Phi-3.5 without longrope; fused qkv and gate_up, a part of each head may rotate."""
+"""phi3: Phi-3 without longrope, up to its window; fused qkv and gate_up, a part of each head may rotate."""
 
 from __future__ import annotations
 

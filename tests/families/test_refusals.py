@@ -245,3 +245,13 @@ def test_a_build_of_one_is_refused_before_anything_is_read(tmp_path: Path, model
     assert not imported & {"torch", "transformers", "coremltools", "mlx.core"}
     assert not (tmp_path / "out").exists()
     assert seconds < 10, "on a machine with nothing else to do it is well below 2 s"
+
+
+def test_the_table_in_the_docs_has_every_family_and_every_refused_architecture() -> None:
+    """Its figures are measured by scripts/families_table.py, which takes a minute."""
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| `")]
+    assert [
+        row.strip("`") for row in rows if "," not in row and row.strip("`") in families.names()
+    ] == families.names()
+    assert all(f"`{name}`" in page for name in families.UNSUPPORTED)
