@@ -79,7 +79,13 @@ class Geometry:
 
 
 def read_geometry(
-    config: dict[str, Any], defaults: Mapping[str, Any], family: str, *, free_head_dim: bool, mlx: str = ""
+    config: dict[str, Any],
+    defaults: Mapping[str, Any],
+    family: str,
+    *,
+    free_head_dim: bool,
+    even_width: bool = False,
+    mlx: str = "",
 ) -> Geometry:
     """The numbers that all families have.
 
@@ -87,6 +93,7 @@ def read_geometry(
         defaults: Hugging Face's, for keys that are missing or null; without `num_key_value_heads` it follows
             from the heads, as it does where it is null, without `head_dim` from the width.
         free_head_dim: whether head_dim may differ from hidden_size / num_attention_heads.
+        even_width: whether transformers wants hidden_size to be a multiple of the heads even with a free head_dim.
         mlx: the mlx-lm model that decodes, where it is another than the family's.
 
     Raises:
@@ -107,8 +114,8 @@ def read_geometry(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
     own_dim = config.get("head_dim") or defaults.get("head_dim")
-    if hidden % heads and (family == "llama" or own_dim is None or not free_head_dim):
-        raise InputError(  # transformers refuses such a llama even with a head_dim of its own
+    if hidden % heads and (even_width or own_dim is None or not free_head_dim):
+        raise InputError(
             f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
         )
     head_dim = positive_int(config, "head_dim", defaults.get("head_dim", hidden // heads))

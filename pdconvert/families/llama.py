@@ -61,7 +61,7 @@ def read_config(config: dict[str, Any]) -> ModelSpec:
         raise InputError(
             "config.json: sliding_window is not a llama key with an effect; remove it or set it to null"
         )
-    geometry = decoder.read_geometry(config, DEFAULTS, "llama", free_head_dim=True)
+    geometry = decoder.read_geometry(config, DEFAULTS, "llama", free_head_dim=True, even_width=True)
     bias = flag(config, "attention_bias", False)
     layer = geometry.layer(attention_bias=bias, output_bias=bias, mlp_bias=flag(config, "mlp_bias", False))
     return geometry.model("llama", (layer,) * geometry.layers, read_rope(hf_config(config), ROTARY))
