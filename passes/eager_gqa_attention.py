@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from pdconvert.blocks import Attention, Head, rewrite, rotate
+from pdconvert.blocks import Attention, Head, RMSNorm, rewrite
 from pdconvert.errors import InputError
 from pdconvert.program import Block
 
@@ -20,21 +20,17 @@ class GroupedAttention(Attention):
     over the key axis, v·w is (…, D, S) and reshapes to (1, heads·D, 1, S). Nothing is transposed in memory.
     """
 
+    dim_axis = 2
+
     def split(self, x: Tensor, heads: int) -> Tensor:
         """A projection's output (1, heads·D, 1, S) as (1, heads, D, S)."""
         return x.reshape(1, heads, self.spec.head_dim, x.shape[3])
-
-    def keys_values(self, hidden: Tensor, rope: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Raw keys, rotated keys and values of the new tokens, each (1, kv_heads, D, S)."""
-        keys = self.split(self.k_proj(hidden), self.spec.kv_heads)
-        values = self.split(self.v_proj(hidden), self.spec.kv_heads)
-        return keys, rotate(keys, *self.rope(rope), axis=2), values
 
     def forward(
         self, hidden: Tensor, rope: tuple[Tensor, ...], mask: Tensor, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         raw_keys, new_keys, new_values = self.keys_values(hidden, rope)
-        queries = rotate(self.split(self.q_proj(hidden), self.spec.heads), *self.rope(rope), axis=2)
+        queries = self.queries(hidden, rope)
         queries = queries if self.scale == 1 else queries * self.scale
         keys = new_keys if past is None else torch.cat((past[0], new_keys), 3)
         values = new_values if past is None else torch.cat((past[1], new_values), 3)
@@ -71,7 +67,8 @@ class EagerGqaAttention:
     """Replace the attention by its eager, grouped form.
 
     Before: q, k, v as (B, heads, S, D), K and V repeated for the query heads, mask (1, 1, S, K).
-    After:  q, k, v as (1, heads, D, S), K and V broadcast to their group, mask (1, 1, K, S).
+    After:  q, k, v as (1, heads, D, S), K and V broadcast to their group, mask (1, 1, K, S); norms of heads
+            run along D where it is.
 
     Attributes:
         heads: `grouped` (one broadcast product for all heads) or `single` (one head at a time).
@@ -97,6 +94,8 @@ class EagerGqaAttention:
         def change(part):
             if type(part) is Attention:
                 part.__class__ = form
+            if isinstance(part, RMSNorm) and part.per_head:
+                part.channel_axis = form.dim_axis
             return None
 
         if isinstance(block.module, Head):

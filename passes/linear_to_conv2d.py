@@ -49,7 +49,7 @@ class LinearToConv2d:
     def run(self, block: Block) -> Block:
         module = convert(block.module)
         for part in module.modules():
-            if isinstance(part, RMSNorm):
+            if isinstance(part, RMSNorm) and not part.per_head:
                 part.channel_axis = 1
         return block.with_layout(module, channels_first=True)
 

@@ -43,6 +43,10 @@ class LayerNormRMSNorm(RMSNorm):
             doubled = torch.cat((x, -x), 1).permute(0, 2, 3, 1)
             normal = torch.nn.functional.layer_norm(doubled, doubled.shape[-1:], eps=self.eps)
             return self.with_gain(normal.permute(0, 3, 1, 2).narrow(1, 0, x.shape[1]))
+        if self.channel_axis == 2:
+            doubled = torch.cat((x, -x), 2).transpose(2, 3)
+            normal = torch.nn.functional.layer_norm(doubled, doubled.shape[-1:], eps=self.eps)
+            return self.with_gain(normal.transpose(2, 3).narrow(2, 0, x.shape[2]))
         doubled = torch.cat((x, -x), -1)
         normal = torch.nn.functional.layer_norm(doubled, doubled.shape[-1:], eps=self.eps)
         return self.with_gain(normal.narrow(-1, 0, x.shape[-1]))
@@ -64,7 +68,8 @@ class SafeRmsNorm:
     Attributes:
         method: `row_max`, or `layer_norm` (the layer norm of [x, −x], one fused op; whether its inside
             overflows depends on the engine, and the executor here computes it in fp32), or `auto`: row_max
-            where the squares of the measured residual stream come near the end of fp16, else none.
+            where the squares of the measured residual stream, or of another norm's input, come near the end of
+            fp16, else none.
     """
 
     name: ClassVar[str] = "safe_rms_norm"
@@ -74,8 +79,11 @@ class SafeRmsNorm:
     def resolve(self, ranges: Ranges) -> tuple[SafeRmsNorm | None, str]:
         """The pass with its method chosen, or None where a plain norm is safe, and why."""
         limit = math.sqrt(FP16_MAX) / HEADROOM
+        peak = max(ranges.residual_peak, ranges.norm_peak)
         measured = f"the residual stream peaks at {ranges.residual_peak:,.0f} in {ranges.residual_where}"
-        if ranges.residual_peak < limit:
+        if ranges.norm_peak > ranges.residual_peak:
+            measured = f"the input of a norm peaks at {ranges.norm_peak:,.0f} in {ranges.norm_where}"
+        if peak < limit:
             return None, f"{measured}, and squares are safe up to {limit:.0f}: not needed"
         return SafeRmsNorm("row_max"), f"{measured}, and squares are safe only up to {limit:.0f}: row_max"
 

@@ -21,7 +21,8 @@ class ScaleResidual:
     """Multiply the residual stream by a power of two, in the graph alone.
 
     Before: h ← h + o_proj(…), norm(h) with eps.
-    After:  c·h ← c·h + (c·o_proj)(…), norm(c·h) with c²·eps: the same values out of every norm.
+    After:  c·h ← c·h + (c·o_proj)(…), norm(c·h) with c²·eps: the same values out of every norm. In a layer with
+            post-norms, c is in their gains, and 1/c in the linears that read the stream itself.
 
     The embedding is multiplied through the manifest's `embedding.scale`. The weights that write into the
     stream are multiplied when the package is written, so codes stay those of the store; the MLX half,
@@ -64,6 +65,8 @@ class ScaleResidual:
         for path in module.residual_writers:
             for kind, _ in module.get_submodule(path).named_parameters(recurse=False):
                 scaled = scaled.times(module, f"{path}.{kind}", factor)
+        for path in module.residual_linears:
+            scaled = scaled.times(module, f"{path}.weight", 1 / factor)
         for path in module.residual_readers:
             module.get_submodule(path).eps *= factor**2
         return scaled.with_layout(module, residual=factor)

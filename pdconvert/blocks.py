@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdconvert.model import LayerSpec, Rope
+from pdconvert.model import LayerSpec, ModelSpec, Rope
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
@@ -62,12 +62,19 @@ def rewrite(module: nn.Module, change: Callable[[nn.Module], nn.Module | None]) 
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x²) + eps) · weight along the channels, as Zhang & Sennrich (2019) define it."""
+    """y = x / sqrt(mean(x²) + eps) · weight along the channels, as Zhang & Sennrich (2019) define it.
 
-    def __init__(self, channels: int, eps: float):
+    Attributes:
+        per_head: the channels are those of one head: its input is (B, heads, S, D), or (1, heads, D, S) where
+            heads come first, and not a block's hidden state.
+        channel_axis: of the input in its present layout.
+    """
+
+    def __init__(self, channels: int, eps: float, *, per_head: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels))
         self.eps = eps
+        self.per_head = per_head
         self.channel_axis = -1
         self.gain_is_one = False
 
@@ -75,7 +82,9 @@ class RMSNorm(nn.Module):
         """x times the weight along the channel axis, or x itself once the weight has been folded away."""
         if self.gain_is_one:
             return x
-        return x * (self.weight if self.channel_axis == -1 else self.weight.view(1, -1, 1, 1))
+        if self.channel_axis == -1:
+            return x * self.weight
+        return x * self.weight.view(1, -1, *(1,) * (3 - self.channel_axis))
 
     def forward(self, x: Tensor) -> Tensor:
         mean_square = (x * x).mean(self.channel_axis, keepdim=True)
@@ -111,7 +120,13 @@ class Attention(nn.Module):
     """Causal attention with grouped KV heads, in the (B, heads, S, D) form, K and V repeated.
 
     Returns the attention output, and the block's own keys and values (new tokens only).
+
+    Attributes:
+        dim_axis: axis of D where heads are split.
+        q_norm, k_norm: norms of q and k before RoPE, or None.
     """
+
+    dim_axis = 3
 
     def __init__(self, spec: LayerSpec, rope: Rope):
         super().__init__()
@@ -120,6 +135,11 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(spec.hidden_size, keys, bias=spec.attention_bias)
         self.v_proj = nn.Linear(spec.hidden_size, keys, bias=spec.attention_bias)
         self.o_proj = nn.Linear(queries, spec.hidden_size, bias=spec.output_bias)
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm != "none":
+            per_head = spec.qk_norm == "head"
+            sizes = (spec.head_dim, spec.head_dim) if per_head else (queries, keys)
+            self.q_norm, self.k_norm = (RMSNorm(size, spec.norm_eps, per_head=per_head) for size in sizes)
         self.table = RotaryTable(rope)
         self.spec = spec
         self.scale = spec.attention_scale
@@ -139,6 +159,16 @@ class Attention(nn.Module):
             return x.reshape(x.shape[0], heads, self.spec.head_dim, x.shape[3]).transpose(2, 3)
         return x.reshape(x.shape[0], x.shape[1], heads, self.spec.head_dim).transpose(1, 2)
 
+    def normed(self, x: Tensor, norm: RMSNorm | None, heads: int) -> Tensor:
+        """A projection's output split into heads and, where the family has it, normed: before or after the split."""
+        if norm is None:
+            return self.split(x, heads)
+        return norm(self.split(x, heads)) if norm.per_head else self.split(norm(x), heads)
+
+    def turned(self, x: Tensor, rope: tuple[Tensor, ...]) -> Tensor:
+        """Heads after RoPE; as they are in a layer without."""
+        return rotate(x, *self.rope(rope), axis=self.dim_axis) if self.spec.rotary else x
+
     def merge(self, x: Tensor) -> Tensor:
         """(B, heads, S, D) as input for the output projection."""
         channels = self.spec.heads * self.spec.head_dim
@@ -147,16 +177,20 @@ class Attention(nn.Module):
         return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], channels)
 
     def keys_values(self, hidden: Tensor, rope: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Raw keys, rotated keys and values of the new tokens, each (B, kv_heads, S, D)."""
-        keys = self.split(self.k_proj(hidden), self.spec.kv_heads)
+        """Raw keys (after k_norm), rotated keys and values of the new tokens, split into kv_heads."""
+        keys = self.normed(self.k_proj(hidden), self.k_norm, self.spec.kv_heads)
         values = self.split(self.v_proj(hidden), self.spec.kv_heads)
-        return keys, rotate(keys, *self.rope(rope), axis=3), values
+        return keys, self.turned(keys, rope), values
+
+    def queries(self, hidden: Tensor, rope: tuple[Tensor, ...]) -> Tensor:
+        """Rotated queries of the new tokens, split into heads."""
+        return self.turned(self.normed(self.q_proj(hidden), self.q_norm, self.spec.heads), rope)
 
     def forward(
         self, hidden: Tensor, rope: tuple[Tensor, ...], mask: Tensor, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         raw_keys, new_keys, new_values = self.keys_values(hidden, rope)
-        queries = rotate(self.split(self.q_proj(hidden), self.spec.heads), *self.rope(rope), axis=3)
+        queries = self.queries(hidden, rope)
         keys = new_keys if past is None else torch.cat((past[0], new_keys), 2)
         values = new_values if past is None else torch.cat((past[1], new_values), 2)
         repeats = self.spec.heads // self.spec.kv_heads
@@ -189,29 +223,51 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP with residuals. Returns hidden, k, v.
+    """Attention and MLP with residuals, each with a norm before it or behind it. Returns hidden, k, v.
 
-    Attributes:
-        residual_writers: parts whose output is added to the residual stream.
-        residual_readers: norms whose input is the residual stream.
-        norm_consumers: the linears that alone read each norm's output.
-        query_projection: the part that q comes from, up to a linear map.
+    The names of the norms are Hugging Face's: post_attention_layernorm stands before the MLP, or, in a layer
+    with post-norms, behind the attention.
     """
-
-    residual_writers = ("self_attn.o_proj", "mlp.down_proj")
-    residual_readers = ("input_layernorm", "post_attention_layernorm")
-    norm_consumers = (
-        ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
-    )
-    query_projection = "self_attn.q_proj"
 
     def __init__(self, spec: LayerSpec, rope: Rope):
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.spec = spec
+        if not spec.post_norms:
+            self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.self_attn = Attention(spec, rope)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.mlp = GatedMLP(spec)
+        if spec.post_norms:
+            self.post_feedforward_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+
+    @property
+    def residual_writers(self) -> tuple[str, ...]:
+        """Parts whose output is added to the residual stream; that output is linear in their parameters."""
+        if self.spec.post_norms:
+            return "post_attention_layernorm", "post_feedforward_layernorm"
+        return "self_attn.o_proj", "mlp.down_proj"
+
+    @property
+    def residual_readers(self) -> tuple[str, ...]:
+        """Norms whose input is the residual stream."""
+        return () if self.spec.post_norms else ("input_layernorm", "post_attention_layernorm")
+
+    @property
+    def residual_linears(self) -> tuple[str, ...]:
+        """Linears whose input is the residual stream itself."""
+        return (*INTO_ATTENTION, *INTO_MLP) if self.spec.post_norms else ()
+
+    @property
+    def norm_consumers(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """The linears that alone read each norm's output."""
+        if self.spec.post_norms:
+            return ()
+        return ("input_layernorm", INTO_ATTENTION), ("post_attention_layernorm", INTO_MLP)
+
+    @property
+    def query_projection(self) -> str:
+        """The part that q comes from, up to a linear map."""
+        return "self_attn.q_proj" if self.spec.qk_norm == "none" else "self_attn.q_norm"
 
     def forward(
         self,
@@ -220,14 +276,31 @@ class DecoderLayer(nn.Module):
         mask: Tensor,
         past: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.spec.post_norms:
+            attended, keys, values = self.self_attn(hidden, rope, mask, past)
+            hidden = self.add(hidden, self.post_attention_layernorm(attended))
+            return self.add(hidden, self.post_feedforward_layernorm(self.mlp(hidden))), keys, values
         attended, keys, values = self.self_attn(self.input_layernorm(hidden), rope, mask, past)
-        hidden = hidden + attended
-        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return hidden, keys, values
+        hidden = self.add(hidden, attended)
+        return self.add(hidden, self.mlp(self.post_attention_layernorm(hidden))), keys, values
+
+    def add(self, hidden: Tensor, change: Tensor) -> Tensor:
+        """The residual stream after a change."""
+        factor = self.spec.residual_multiplier
+        return hidden + (change if factor == 1 else change * factor)
+
+
+INTO_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+INTO_MLP = ("mlp.gate_proj", "mlp.up_proj")
+
+
+def stream_inputs(spec: LayerSpec) -> tuple[str, ...]:
+    """Paths, in Hugging Face's layer too, of parts whose first input is the residual stream between its two halves."""
+    return ("mlp",) if spec.post_norms else ("input_layernorm", "post_attention_layernorm")
 
 
 class KeysValuesLayer(nn.Module):
-    """The part of a decoder layer that its keys and values need: norm, k_proj and v_proj. Returns k, v.
+    """The part of a decoder layer that its keys and values need: norms, k_proj and v_proj. Returns k, v.
 
     The attention keeps its class, hence its form, and loses the projections that are not used.
     """
@@ -235,27 +308,41 @@ class KeysValuesLayer(nn.Module):
     def __init__(self, layer: DecoderLayer):
         super().__init__()
         attention = rewrite(layer.self_attn, lambda module: None)
-        for unused in ("q_proj", "o_proj"):
-            del attention._modules[unused]
-        self.input_layernorm = layer.input_layernorm
+        for unused in ("q_proj", "q_norm", "o_proj"):
+            attention._modules.pop(unused, None)
+        if not layer.spec.post_norms:
+            self.input_layernorm = layer.input_layernorm
         self.self_attn = attention
 
     def forward(self, hidden: Tensor, rope: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        raw_keys, keys, values = self.self_attn.keys_values(self.input_layernorm(hidden), rope)
+        hidden = hidden if self.self_attn.spec.post_norms else self.input_layernorm(hidden)
+        raw_keys, keys, values = self.self_attn.keys_values(hidden, rope)
         return (raw_keys if self.self_attn.layout.raw_keys else keys), values
 
 
 class Head(nn.Module):
-    """Final norm and language-model head: (B, S, H) to (B, S, V)."""
+    """Final norm and language-model head: (B, S, H) to (B, S, V).
+
+    Attributes:
+        divisor: what the logits are divided by.
+    """
 
     residual_writers = ()
     residual_readers = ("norm",)
+    residual_linears = ()
     norm_consumers = (("norm", ("lm_head",)),)
 
-    def __init__(self, hidden_size: int, vocab_size: int, eps: float, bias: bool):
+    def __init__(self, hidden_size: int, vocab_size: int, eps: float, bias: bool, divisor: float = 1.0):
         super().__init__()
         self.norm = RMSNorm(hidden_size, eps)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=bias)
+        self.divisor = divisor
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Head:
+        """The head of a model."""
+        return cls(spec.hidden_size, spec.vocab_size, spec.norm_eps, spec.head_bias, spec.logits_divisor)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.norm(hidden))
+        logits = self.lm_head(self.norm(hidden))
+        return logits if self.divisor == 1 else logits / self.divisor

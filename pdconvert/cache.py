@@ -25,12 +25,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from pdconvert.errors import InputError
+from pdconvert.errors import InputError, PdconvertError
+from pdconvert.process import is_plain_text, write_refusal
 
 DEFAULT_LIMIT_BYTES = 20 * 10**9
 SCHEMA = 1
 STALE_SECONDS = 24 * 3600
 KEY = re.compile(r"[0-9a-z][0-9a-z._-]{2,127}")
+INSTEAD = "set PDCONVERT_CACHE to another folder, or use --no-cache"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -42,11 +44,15 @@ class Cache:
     Args:
         folder: where the entries lie; made when the first entry is written.
         limit_bytes: what the entries that nobody uses may take together.
+        temporary: whether it lies in a folder of the caller's, who then reports what the system refuses.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
+    def __init__(
+        self, folder: Path, limit_bytes: int = DEFAULT_LIMIT_BYTES, *, temporary: bool = False
+    ) -> None:
         self.folder = folder
         self.limit_bytes = limit_bytes
+        self._temporary = temporary
         self._held: dict[str, int] = {}
 
     def __enter__(self) -> "Cache":
@@ -79,7 +85,8 @@ class Cache:
                 self._drop_damaged(path)
                 return None
             self._held[key] = descriptor
-        os.utime(path / "entry.json")
+        if os.access(path / "entry.json", os.W_OK):  # a cache that others wrote may be there to be read only
+            os.utime(path / "entry.json")
         return path
 
     def put(self, key: str, writer: Callable[[Path], None]) -> Path:
@@ -99,9 +106,17 @@ class Cache:
         if (found := self.get(key)) is not None:
             return found
         with self._scratch() as work:
-            writer(work)
-            record = {"schema": SCHEMA, "files": _describe(work)}
-            (work / "entry.json").write_text(json.dumps(record), encoding="utf-8")
+            try:
+                writer(work)
+                record = {"schema": SCHEMA, "files": _describe(work)}
+                (work / "entry.json").write_text(json.dumps(record), encoding="utf-8")
+            except PdconvertError:
+                raise
+            except Exception as error:
+                refusal = None if self._temporary else write_refusal(error, self.folder)
+                if refusal:
+                    raise InputError(f"{refusal}, {INSTEAD}") from error
+                raise
             # Locked before it can be seen, so that no other process evicts it in between.
             descriptor = _open_shared(work / "entry.json")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +142,7 @@ class Cache:
 
     def evict(self) -> None:
         """Remove the least recently used entries until the rest is within the limit."""
-        if not self.folder.is_dir():
+        if not self.folder.is_dir() or not os.access(self.folder, os.W_OK):
             return
         with _exclusive(self.folder / "lock"):
             entries = sorted(self._entries())
@@ -170,8 +185,7 @@ class Cache:
             work.mkdir(parents=True)
         except OSError as error:
             raise InputError(
-                f"the cache folder {self.folder} cannot be written ({error.strerror}); "
-                "set PDCONVERT_CACHE to another folder, or use --no-cache"
+                f"the cache folder {self.folder} cannot be written ({error.strerror}); {INSTEAD}"
             ) from error
         try:
             yield work
@@ -228,12 +242,18 @@ def open_cache(use_cache: bool, scratch: Path, environ: Mapping[str, str] = os.e
     """
     if use_cache:
         return Cache(cache_folder(environ), cache_limit_bytes(environ))
-    return Cache(scratch, sys.maxsize)
+    return Cache(scratch, sys.maxsize, temporary=True)
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """`PDCONVERT_CACHE`, or `pdconvert` in the place where the system keeps a user's caches."""
+    """`PDCONVERT_CACHE`, or `pdconvert` in the place where the system keeps a user's caches.
+
+    Raises:
+        InputError: `PDCONVERT_CACHE` is not UTF-8.
+    """
     if given := environ.get("PDCONVERT_CACHE"):
+        if not is_plain_text(given):
+            raise InputError(f"PDCONVERT_CACHE is {given!r}, which is not UTF-8; set it to another folder")
         return Path(given).expanduser().absolute()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "pdconvert"
@@ -269,11 +289,11 @@ def _intact(path: Path) -> bool:
     """Whether an entry's files are those that its record lists."""
     try:
         record = json.loads((path / "entry.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
         return False
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         return False
-    return _describe(path) == record["files"]
+    return _describe(path) == record.get("files")
 
 
 def _sha256(path: Path) -> str:

@@ -16,7 +16,7 @@ from pdconvert.quant.grid import QuantizedLinear
 from pdconvert.reference import Reference
 from pdconvert.runtime.embedding import HostEmbedding
 from pdconvert.runtime.mask import causal_mask
-from pdconvert.runtime.rope import rope_tables, rotate_half_split
+from pdconvert.runtime.rope import rope_tables, rotate_layers
 from pdconvert.runtime.weights import DecodeWeights
 
 
@@ -61,9 +61,8 @@ def _case(
     if shape.past:
         keys = streams["k"][..., :start]
         if prefill.kv.rope == "raw":
-            keys = rotate_half_split(
-                keys, *rope_tables(rope.inv_freq, rope.attention_factor, 0, start, np.float32)
-            )
+            cos, sin = rope_tables(rope.inv_freq, rope.attention_factor, 0, start, np.float32)
+            keys = rotate_layers(keys, cos, sin, plan.spec.kv_heads, plan.spec.unrotated_layers)
         inputs["past_k"] = _columns(keys, shape.past).astype(np.float16)
         inputs["past_v"] = _columns(streams["v"][..., :start], shape.past).astype(np.float16)
     expected = {

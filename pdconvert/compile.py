@@ -187,7 +187,8 @@ class Compiler:
         hidden, cache = reference.run(original, streams.reference)
         windows = reference.run(original, streams.windows)[0] if len(streams.windows) else streams.windows
         probe = self._probe(streams.reference)
-        keys = unrotate(cache.keys, probe, spec.rope.attention_factor) if self.raw_keys else cache.keys
+        unturn = self.raw_keys and spec.layers[index].rotary
+        keys = unrotate(cache.keys, probe, spec.rope.attention_factor) if unturn else cache.keys
         expected = {"hidden": hidden, "k": keys, "v": cache.values}
 
         block = self._plain_layer(index, tensors)
@@ -205,9 +206,7 @@ class Compiler:
         )
         stored_hidden, stored_cache = reference.run(shipped, streams.stored)
         stored_keys = (
-            unrotate(stored_cache.keys, probe, spec.rope.attention_factor)
-            if self.raw_keys
-            else stored_cache.keys
+            unrotate(stored_cache.keys, probe, spec.rope.attention_factor) if unturn else stored_cache.keys
         )
         save_block(folder / "tensors.safetensors", stored)
         _save_flow(folder, Streams(hidden, stored_hidden, windows))
@@ -251,7 +250,7 @@ class Compiler:
     def _plain_head(self, tensors: Mapping[str, Tensor] | None) -> Block:
         spec = self.reference.spec
         with torch.device("meta"):
-            module = Head(spec.hidden_size, spec.vocab_size, spec.norm_eps, spec.head_bias)
+            module = Head.of(spec)
         return _block("head", module, tensors, spec.layers[-1], Layout())
 
 

@@ -6,9 +6,9 @@ from types import ModuleType
 
 import torch
 
-from pdconvert.blocks import DecoderLayer
 from pdconvert.errors import InputError
-from pdconvert.model import LayerSpec, ModelSpec, Rope
+from pdconvert.layer_tensors import expected_shapes
+from pdconvert.model import ModelSpec
 from pdconvert.sources.base import Source
 
 
@@ -22,17 +22,9 @@ def expected_tensors(family: ModuleType, spec: ModelSpec) -> dict[str, tuple[int
         expected["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
     if spec.head_bias:
         expected["lm_head.bias"] = (spec.vocab_size,)
-    shapes = {layer: _layer_shapes(layer, spec.rope) for layer in set(spec.layers)}
-    for index, layer in enumerate(spec.layers):
-        names = family.layer_tensors(index, spec)
-        expected |= {source: shapes[layer][name] for name, source in names.items()}
+    for index in range(len(spec.layers)):
+        expected |= expected_shapes(family, index, spec)
     return expected
-
-
-def _layer_shapes(layer: LayerSpec, rope: Rope) -> dict[str, tuple[int, ...]]:
-    """Shapes of one kind of layer by name in the block."""
-    with torch.device("meta"):
-        return {name: tuple(value.shape) for name, value in DecoderLayer(layer, rope).named_parameters()}
 
 
 def check_inventory(source: Source, family: ModuleType, spec: ModelSpec) -> list[str]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+QkNorm = Literal["none", "head", "projection"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,16 @@ class Rope:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Geometry of one decoder layer; two layers with equal specs share one lowered graph."""
+    """Geometry of one decoder layer; two layers with equal specs share one lowered graph.
+
+    Attributes:
+        attention_scale: factor on q·k.
+        attention_bias, output_bias, mlp_bias: of q, k and v; of the attention's output; of the MLP's linears.
+        qk_norm: RMSNorm of q and k before RoPE: of each head, or of all heads of the projection together.
+        post_norms: the norms stand behind attention and MLP, before their outputs enter the residual stream.
+        residual_multiplier: factor on what attention and MLP add to the residual stream.
+        rotary: whether q and k rotate; without, the layer knows positions only by the causal mask.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -38,11 +50,20 @@ class LayerSpec:
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: QkNorm = "none"
+    post_norms: bool = False
+    residual_multiplier: float = 1.0
+    rotary: bool = True
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A causal LM: embedding, decoder layers, final norm and head."""
+    """A causal LM: embedding, decoder layers, final norm and head.
+
+    Attributes:
+        embedding_scale: factor on the embedding rows.
+        logits_divisor: what the logits are divided by.
+    """
 
     model_type: str
     hidden_size: int
@@ -54,6 +75,7 @@ class ModelSpec:
     max_positions: int
     head_bias: bool = False
     embedding_scale: float = 1.0
+    logits_divisor: float = 1.0
 
     @property
     def kv_heads(self) -> int:
@@ -62,3 +84,8 @@ class ModelSpec:
     @property
     def head_dim(self) -> int:
         return self.layers[0].head_dim
+
+    @property
+    def unrotated_layers(self) -> tuple[int, ...]:
+        """Layers whose keys do not rotate."""
+        return tuple(index for index, layer in enumerate(self.layers) if not layer.rotary)

@@ -24,6 +24,7 @@ from pdconvert.emit.manifest import Cost, Emitted, manifest, report, write_json
 from pdconvert.emit.mlx import check_store_equality, write_decode_folder
 from pdconvert.emit.vectors import Case, GreedyCase, write_vectors
 from pdconvert.errors import CheckFailed
+from pdconvert.layer_tensors import by_checkpoint_name, join_rows
 from pdconvert.ledger import Ledger
 from pdconvert.lowering.contract import Part
 from pdconvert.prepare import GREEDY_TOKENS, Plan, Texts, make_compiler, make_plan, make_texts, resolve_passes
@@ -193,9 +194,9 @@ def decode_tensors(plan: Plan, blocks: Sequence[CompiledBlock]) -> Iterator[tupl
                 if plan.spec.head_bias:
                     yield "lm_head.bias", tensors["lm_head.bias"]
         else:
-            names = plan.family.layer_tensors(int(block.name.split(".")[1]), plan.spec)
-            for name, source_name in names.items():
-                yield source_name, tensors[name]
+            index = int(block.name.split(".")[1])
+            for source_name, names in by_checkpoint_name(plan.family, index, plan.spec).items():
+                yield source_name, join_rows([tensors[name] for name in names])
 
 
 def _store_hash(blocks: Sequence[CompiledBlock]) -> str:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pdconvert import families, text
-from pdconvert.blocks import DecoderLayer
+from pdconvert.blocks import stream_inputs
 from pdconvert.compile import Compiler, code_hash
 from pdconvert.errors import InputError
 from pdconvert.inventory import check_inventory
@@ -207,7 +207,7 @@ def _ranges(plan: Plan, texts: Texts, cache: Cache, hashes: dict[str, str]) -> R
     if folder is None:
         reference = Reference(plan.source, plan.family, plan.spec)
         sequences = [texts.probe, *texts.windows, *(ids for _, ids in texts.prompts)]
-        ranges = measure_ranges(reference, sequences, DecoderLayer.residual_readers)
+        ranges = measure_ranges(reference, sequences, stream_inputs(plan.spec.layers[0]))
         folder = cache.put(key, ranges.write)
     return Ranges.read(folder)
 

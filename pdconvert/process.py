@@ -63,12 +63,14 @@ def _uninterrupted() -> Iterator[None]:
         yield
         return
     held: list[int] = []
-    before = {number: signal.signal(number, lambda signum, frame: held.append(signum)) for number in INTERRUPTS}
+    before = {
+        number: signal.signal(number, lambda signum, frame: held.append(signum)) for number in INTERRUPTS
+    }
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         for signum in held[:1]:
             signal.raise_signal(signum)
 
@@ -121,15 +123,9 @@ def _write_and_swap(out: Path) -> Iterator[Path]:
     except PdconvertError:
         raise
     except Exception as error:
-        if disk_is_full(error, out.parent):
-            raise InputError(
-                f"the disk of {out.parent} is full; free some space or choose another --out"
-            ) from error
-        if _file_is_too_large(error) or NATIVE_WRITER in str(error):
-            raise InputError(
-                f"{out.parent}: a file of the build cannot be written: it is larger than the disk's format or a limit of "
-                "this process (ulimit -f) allows, or the disk fails; choose another --out"
-            ) from error
+        refusal = write_refusal(error, out.parent)
+        if refusal:
+            raise InputError(f"{refusal}, or choose another --out") from error
         raise
     finally:
         with _uninterrupted():
@@ -164,13 +160,14 @@ def check_output(out: Path, *, force: bool) -> None:
         return
     if not real.is_dir():
         raise InputError(f"{out} is not a folder; choose another --out")
-    _refuse_working_folder(out, real)
-    if not any(out.iterdir()):
-        return
     foreign = foreign_files(out)
     if foreign:
         shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
         raise InputError(f"{out} holds files that pdconvert did not write ({shown}); choose another --out")
+    if Path(os.path.realpath(os.curdir)).is_relative_to(real):  # whoever works there would lose the ground
+        raise InputError(f"{out} is the working directory or holds it; choose a folder inside it as --out")
+    if not any(out.iterdir()):
+        return
     if not force:
         raise InputError(f"{out} already holds a build; add --force to replace it, or choose another --out")
     for folder in (out, *(path for path in out.rglob("*") if path.is_dir())):
@@ -184,12 +181,6 @@ def check_output(out: Path, *, force: bool) -> None:
 def _real(out: Path) -> Path:
     """Where a path leads, links followed; a link that leads to itself is left as it is."""
     return Path(os.path.realpath(out))
-
-
-def _refuse_working_folder(out: Path, real: Path) -> None:
-    """Refuse a folder whose replacement would pull the ground from under the user's shell."""
-    if Path(os.path.realpath(os.curdir)).is_relative_to(real):
-        raise InputError(f"{out} is the working directory or holds it; choose a folder inside it as --out")
 
 
 def foreign_files(build: Path) -> list[str]:
@@ -299,13 +290,16 @@ def _siblings(out: Path, kind: str) -> list[Path]:
     return sorted(out.parent.glob(glob.escape(f".{out.name}.{kind}-") + "*"))
 
 
-def disk_is_full(error: Exception, folder: Path) -> bool:
-    """Whether a full disk is the cause; native libraries say so in words only, or not at all."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(folder).free < FULL_DISK_BYTES
+def write_refusal(error: Exception, folder: Path) -> str | None:
+    """What the system refused to write into a folder, and what helps; None where that was not the cause.
 
-
-def _file_is_too_large(error: Exception) -> bool:
-    """Whether one file passed a limit: FAT32 ends at 4 GB, and a process can have a limit of its own."""
-    return (isinstance(error, OSError) and error.errno == errno.EFBIG) or os.strerror(errno.EFBIG) in str(error)
+    Native libraries say so in words only, or not at all.
+    """
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
+        return f"the disk of {folder} is full; free some space"
+    if code == errno.EFBIG or os.strerror(errno.EFBIG) in str(error):  # FAT32 ends at 4 GB a file
+        return f"{folder} takes no file of this size; raise the limit (ulimit -f, or the disk's format)"
+    if shutil.disk_usage(folder).free < FULL_DISK_BYTES:
+        return f"the disk of {folder} is full; free some space"
+    return f"{folder} cannot be written; check the disk" if NATIVE_WRITER in str(error) else None

@@ -123,7 +123,7 @@ class Block:
         self, past: tuple[Tensor, Tensor] | None, new: Mapping[str, Tensor], probe: Probe
     ) -> tuple[Tensor, Tensor]:
         keys, values = new["k"], new["v"]
-        if self.layout.raw_keys:
+        if self.layout.raw_keys and self.spec.rotary:
             keys = rotate(keys, probe.cos[None, None], probe.sin[None, None], axis=3)
         if past is None:
             return keys, values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdconvert.families.config import reference_class
 from pdconvert.reference import Reference
 
 
@@ -22,11 +23,15 @@ class Ranges:
         residual_peak: of the residual stream, before and after every layer and between its two halves.
         residual_where: the layer in which it peaks.
         peaks: per layer, of every module's output, by module path; "" is the layer itself.
+        norm_peak: of the inputs of all norms in layers, those of q and k and behind attention and MLP included.
+        norm_where: the norm in which it peaks, by its path.
     """
 
     residual_peak: float
     residual_where: str
     peaks: dict[str, dict[str, float]]
+    norm_peak: float = 0.0
+    norm_where: str = ""
 
     def write(self, folder: Path) -> None:
         """Save as ranges.json in a folder."""
@@ -45,26 +50,32 @@ def measure_ranges(
 
     Args:
         sequences: token ids, of any lengths.
-        readers: paths of the norms whose input is the residual stream.
+        readers: paths of the parts whose input is the residual stream (`pdconvert.blocks.stream_inputs`).
     """
     states = [reference.embed(ids)[None] for ids in sequences]
     residual, where = max(float(state.abs().max()) for state in states), "embedding"
     peaks: dict[str, dict[str, float]] = {}
+    norm_class, norm_peak, norm_where = reference_class(reference.family.NORM), 0.0, ""
     for index in range(len(reference.spec.layers)):
         layer = reference.layer(index)
         found: dict[str, float] = {}
-        hooks = _watch(layer, readers, found)
+        norms = [path for path, part in layer.named_modules() if isinstance(part, norm_class)]
+        hooks = _watch(layer, {*readers, *norms}, found)
         states = [reference.run(layer, state)[0] for state in states]
         for hook in hooks:
             hook.remove()
-        stream = max(found[""], *(found.pop(f"into {path}") for path in readers))
+        inputs = {path: found.pop(f"into {path}") for path in {*readers, *norms}}
+        for path in norms:
+            if inputs[path] > norm_peak:
+                norm_peak, norm_where = inputs[path], f"layers.{index}.{path}"
+        stream = max(found[""], *(inputs[path] for path in readers))
         if stream > residual:
             residual, where = stream, f"layers.{index}"
         peaks[f"layers.{index}"] = found
-    return Ranges(residual, where, peaks)
+    return Ranges(residual, where, peaks, norm_peak, norm_where)
 
 
-def _watch(layer: nn.Module, readers: Sequence[str], found: dict[str, float]) -> list[Any]:
+def _watch(layer: nn.Module, readers: Iterable[str], found: dict[str, float]) -> list[Any]:
     def keep(name: str, value: Any) -> None:
         tensor = value[0] if isinstance(value, tuple) else value
         if isinstance(tensor, Tensor) and tensor.is_floating_point():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pdconvert.families.config import reference_class
+from pdconvert.layer_tensors import read_layer, reference_state
 from pdconvert.model import ModelSpec
 from pdconvert.sources.base import Source
 
@@ -66,14 +67,14 @@ class Reference:
 
     def read_layer(self, index: int) -> dict[str, Tensor]:
         """The fp32 tensors of a layer by their names in the block."""
-        names = self.family.layer_tensors(index, self.spec)
-        return {name: self.source.read(source_name) for name, source_name in names.items()}
+        return read_layer(self.source.read, self.family, index, self.spec)
 
     def module(self, index: int, tensors: Mapping[str, Tensor]) -> nn.Module:
-        """Hugging Face's layer `index` holding `tensors`, which it shares."""
+        """Hugging Face's layer `index` holding `tensors`, given by block name; it shares what it does not fuse."""
         with torch.device("meta"):
             layer = reference_class(self.family.LAYER)(self.config, index)
-        layer.load_state_dict(dict(tensors), strict=True, assign=True)
+        state = reference_state(tensors, self.family, index, self.spec)
+        layer.load_state_dict(state, strict=True, assign=True)
         return layer.eval().requires_grad_(False)
 
     def layer(self, index: int) -> nn.Module:
@@ -133,10 +134,11 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Final norm and head on (…, H): (…, V)."""
+        """Final norm and head on (…, H): (…, V), divided where the family divides them."""
         norm = reference_class(self.family.NORM)(self.spec.hidden_size, self.spec.norm_eps)
         norm.weight = nn.Parameter(tensors["norm.weight"], requires_grad=False)
-        return nn.functional.linear(norm(hidden), tensors["lm_head.weight"], tensors.get("lm_head.bias"))
+        logits = nn.functional.linear(norm(hidden), tensors["lm_head.weight"], tensors.get("lm_head.bias"))
+        return logits / self.spec.logits_divisor
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Continuation]:
         """Greedy continuations, all prompts together, so that each layer is read once per step."""

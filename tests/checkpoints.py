@@ -99,7 +99,7 @@ def layer_block(reference: Reference, index: int = 0, *, raw_keys: bool = False)
 def head_block(reference: Reference) -> Block:
     """The final norm and the head in their plain form, with the checkpoint's weights."""
     spec = reference.spec
-    module = Head(spec.hidden_size, spec.vocab_size, spec.norm_eps, spec.head_bias)
+    module = Head.of(spec)
     module.load_state_dict(reference.head_tensors(), strict=True)
     return Block("head", module.eval().requires_grad_(False), spec.layers[-1])
 
@@ -111,7 +111,8 @@ def expected_outputs(reference: Reference, block: Block, probe: Probe) -> dict[s
     index = int(block.name.split(".")[1])
     hidden, cache = reference.run(reference.layer(index), probe.hidden)
     factor = reference.spec.rope.attention_factor
-    keys = unrotate(cache.keys, probe, factor) if block.layout.raw_keys else cache.keys
+    unturn = block.layout.raw_keys and block.spec.rotary
+    keys = unrotate(cache.keys, probe, factor) if unturn else cache.keys
     return {"hidden": hidden, "k": keys, "v": cache.values}
 
 

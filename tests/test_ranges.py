@@ -5,14 +5,16 @@ import pytest
 import torch
 from checkpoints import MemorySource, one_thread, random_source, reference_of
 
-from pdconvert.blocks import DecoderLayer
+from passes import SafeRmsNorm
+from pdconvert import families
+from pdconvert.blocks import stream_inputs
 from pdconvert.families import llama
 from pdconvert.ranges import Ranges, measure_ranges
 from pdconvert.reference import Reference
 
 __all__ = ["one_thread"]
 
-READERS = DecoderLayer.residual_readers
+READERS = ("input_layernorm", "post_attention_layernorm")
 SEQUENCES = [[1, 2, 3, 4], [9], list(range(20))]
 
 
@@ -89,3 +91,24 @@ def test_ranges_survive_their_file(tmp_path: Path) -> None:
     ranges = Ranges(23850.0, "layers.3", {"layers.0": {"": 3.5, "mlp": 0.1}})
     ranges.write(tmp_path)
     assert Ranges.read(tmp_path) == ranges
+
+
+@pytest.mark.parametrize("name", families.names())
+def test_norms_of_every_family_are_measured(name: str) -> None:
+    """A loud q_proj raises what q_norm squares, and nothing of the residual stream before attention."""
+    config = families.get({"model_type": name}).TINY
+    source = random_source(config)
+    reference = reference_of(source)
+    readers = stream_inputs(reference.spec.layers[0])
+    quiet = measure_ranges(reference, SEQUENCES, readers)
+    assert quiet.norm_peak >= max(quiet.peaks["layers.0"][""] * (not reference.spec.layers[0].post_norms), 1)
+    if reference.spec.layers[0].qk_norm == "none":
+        assert quiet.norm_peak <= quiet.residual_peak
+        return
+    source.values["model.layers.0.self_attn.q_proj.weight"].mul_(1000)
+    loud = measure_ranges(reference_of(source), SEQUENCES, readers)
+    assert loud.norm_where == "layers.0.self_attn.q_norm"
+    assert loud.norm_peak == loud.peaks["layers.0"]["self_attn.q_proj"] > 256
+    chosen, why = SafeRmsNorm("auto").resolve(loud)
+    assert chosen == SafeRmsNorm("row_max")
+    assert why.startswith("the input of a norm peaks at")

@@ -120,6 +120,7 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             "dims": spec.rope.dims,
             "inv_freq": list(spec.rope.inv_freq),
             "attention_factor": spec.rope.attention_factor,
+            "unrotated_layers": list(spec.unrotated_layers),
         },
         "embedding": {"scale": plan.embedding_scale},
         "kv": {

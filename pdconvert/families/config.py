@@ -104,8 +104,13 @@ def flag(config: dict[str, Any], key: str, default: bool) -> bool:
     return value
 
 
-def rope_parameters(config: dict[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
+def rope_parameters(
+    config: dict[str, Any], default_theta: float = 10000.0, *, partial: bool = False
+) -> dict[str, Any]:
     """The RoPE settings in one form, from `rope_parameters` (new) or `rope_theta` + `rope_scaling` (old).
+
+    Args:
+        partial: whether a part of each head may rotate; then `partial_rotary_factor` is among the settings.
 
     Returns:
         A dict with `rope_type`, `rope_theta` and the parameters of that type that are not null.
@@ -129,10 +134,13 @@ def rope_parameters(config: dict[str, Any], default_theta: float = 10000.0) -> d
         raise InputError(
             f"config.json: rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}"
         )
-    if settings.pop("partial_rotary_factor", None) not in (None, 1):
+    share = settings.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share not in (None, 1) and not partial:
         raise InputError(
             "config.json: rope partial_rotary_factor is not supported: all channels of a head rotate"
         )
+    if share is not None and not (is_positive(share) and share <= 1):
+        raise InputError(f"config.json: partial_rotary_factor must be a number in (0, 1], not {share!r}")
     needed, optional = ROPE_KINDS[kind]
     settings = {key: value for key, value in settings.items() if value is not None}
     unknown = sorted(set(settings) - {"rope_type", "rope_theta", *needed, *optional})
@@ -148,7 +156,7 @@ def rope_parameters(config: dict[str, Any], default_theta: float = 10000.0) -> d
     for key in ("original_max_position_embeddings", "beta_fast", "beta_slow"):
         if key in settings and not is_positive(settings[key]):
             raise InputError(f"config.json: rope {key} must be a positive number, not {settings[key]!r}")
-    return settings
+    return {**settings, "partial_rotary_factor": float(share or 1)} if partial else settings
 
 
 def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:

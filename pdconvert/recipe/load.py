@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pdconvert import families
 from pdconvert.errors import InputError
 from pdconvert.recipe.model import Recipe
 from pdconvert.recipe.overrides import apply_override
@@ -42,7 +44,28 @@ def load_recipe(name_or_path: str, *, source: str | None = None, overrides: Sequ
         data["source"] = parse_source(source, Path.cwd()).model_dump(exclude_none=True)
     for override in overrides:
         apply_override(data, override)
+    _refuse_early(data.get("source"), folder)
     return recipe_from_data(data, where=where, folder=folder)
+
+
+def _refuse_early(source: Any, folder: Path) -> None:
+    """Name an unsupported architecture before the imports that take seconds.
+
+    It looks at a random source's config and at a folder's config.json only; what is malformed or lies elsewhere
+    is for the recipe's and the source's own checks.
+    """
+    if not isinstance(source, dict):
+        return
+    config = source["random"].get("config") if isinstance(source.get("random"), dict) else None
+    if isinstance(source.get("path"), str):
+        path = (folder / Path(source["path"]).expanduser()) / "config.json"
+        if path.is_file():
+            try:
+                config = json.loads(path.read_text(encoding="utf-8"))
+            except (ValueError, OSError):
+                return  # the source says what is wrong with it
+    if isinstance(config, dict):
+        families.refuse_unsupported(config.get("model_type"))
 
 
 def recipe_from_data(data: Any, *, where: str, folder: Path | None = None) -> Recipe:

@@ -53,10 +53,15 @@ class Part:
 
 @dataclass(frozen=True)
 class RopeTable:
-    """Frequencies of the rotary embedding: radians per token, one for each pair of channels."""
+    """Frequencies of the rotary embedding: radians per token, one for each pair of channels.
+
+    Attributes:
+        unrotated_layers: layers whose keys do not rotate.
+    """
 
     inv_freq: tuple[float, ...]
     attention_factor: float
+    unrotated_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,11 @@ def read_manifest(build: Path) -> Manifest:
         verdict=fields.text("verdict"),
         packages=packages,
         functions=entries,
-        rope=RopeTable(tuple(rope.numbers("inv_freq")), rope.number("attention_factor")),
+        rope=RopeTable(
+            tuple(rope.numbers("inv_freq")),
+            rope.number("attention_factor"),
+            tuple(rope.integers("unrotated_layers")) if "unrotated_layers" in rope.values else (),
+        ),
         embedding_scale=embedding.number("scale"),
         key_form=cast(KeyForm, kv.text("rope")),
         layers=layers,

@@ -16,7 +16,7 @@ from pdconvert.runtime.handoff import KeysValues
 from pdconvert.runtime.manifest import Function, Manifest, Port
 from pdconvert.runtime.mask import MASKED, causal_mask
 from pdconvert.runtime.prefix_cache import PrefixCache
-from pdconvert.runtime.rope import rope_tables, rotate_half_split
+from pdconvert.runtime.rope import rope_tables, rotate_layers
 
 
 class Session(Protocol):
@@ -205,6 +205,7 @@ class Past:
     def __init__(self, manifest: Manifest, past: KeysValues | None):
         self.length = 0
         self._raw = manifest.key_form == "raw"
+        self._kv_heads, self._unrotated = manifest.kv_heads, manifest.rope.unrotated_layers
         self._rows, self._dim = manifest.layers * manifest.kv_heads, manifest.head_dim
         self.graph_keys = self.graph_values = self._raw_keys = np.zeros(self.shape(0), np.float16)
         if past is not None:
@@ -238,8 +239,8 @@ class Past:
         self.graph_values[..., span] = values
         if self._raw:
             # From the fp16 values that are handed on, so that it makes no difference whether they come from a call.
-            kept = self._raw_keys[..., span]
-            self.graph_keys[..., span] = rotate_half_split(kept, rope[0][..., span], rope[1][..., span])
+            kept, (cos, sin) = self._raw_keys[..., span], (table[..., span] for table in rope)
+            self.graph_keys[..., span] = rotate_layers(kept, cos, sin, self._kv_heads, self._unrotated)
         self.length = end
 
     def keys(self) -> np.ndarray:

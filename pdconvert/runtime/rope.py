@@ -46,3 +46,14 @@ def rotate_half_split(keys: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.
     swapped = np.concatenate((-turning[:, :, half:], turning[:, :, :half]), 2)
     turned = turning * cos.astype(np.float32) + swapped * sin.astype(np.float32)
     return np.concatenate((turned.astype(keys.dtype), keys[:, :, dims:]), 2)
+
+
+def rotate_layers(
+    keys: np.ndarray, cos: np.ndarray, sin: np.ndarray, kv_heads: int, unrotated: Sequence[int]
+) -> np.ndarray:
+    """RoPE on the keys of all layers, (1, layers · kv_heads, D, S), but for those that have none."""
+    turned = rotate_half_split(keys, cos, sin)
+    for layer in unrotated:
+        rows = slice(layer * kv_heads, (layer + 1) * kv_heads)
+        turned[:, rows] = keys[:, rows]
+    return turned

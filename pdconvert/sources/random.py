@@ -153,6 +153,7 @@ class RandomSource(Source):
 
         model_type = self.config["model_type"]
         options = {key: value for key, value in self.config.items() if key not in ("model_type", "auto_map")}
+        options.setdefault("pad_token_id", None)  # a class's own default may lie beyond a small vocabulary
         try:
             config = AutoConfig.for_model(model_type, **options)
             with torch.device("meta"):

@@ -15,10 +15,12 @@ from checkpoints import (
     random_source,
     reference_of,
 )
+from transformers import CONFIG_MAPPING
 
 import passes
 from pdconvert import families
 from pdconvert.errors import InputError
+from pdconvert.families.config import reference_class
 from pdconvert.inventory import check_inventory
 from pdconvert.program import FAMILY_FLOOR_DB, Block, check_family, run_passes, worst_db
 from pdconvert.sources.random import RandomSource
@@ -46,6 +48,26 @@ def test_reading_a_config_leaves_it_alone(family: ModuleType) -> None:
     before = json.dumps(family.TINY)
     family.decode_config(family.TINY, family.read_config(family.TINY))
     assert json.dumps(family.TINY) == before
+
+
+def test_missing_values_take_hugging_faces_defaults(family: ModuleType) -> None:
+    name = family.TINY["model_type"]
+    missing = {"model_type": name, "max_position_embeddings": 4096}
+    spec, config = family.read_config(missing), CONFIG_MAPPING[name](max_position_embeddings=4096)
+    layer = spec.layers[0]
+    assert (spec.vocab_size, spec.hidden_size, spec.tied) == (
+        config.vocab_size,
+        config.hidden_size,
+        config.tie_word_embeddings,
+    )
+    assert (len(spec.layers), layer.intermediate_size) == (config.num_hidden_layers, config.intermediate_size)
+    assert (layer.heads, layer.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
+    assert layer.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // layer.heads)
+    assert layer.norm_eps == spec.norm_eps == config.rms_norm_eps
+    rotary = reference_class(family.ROTARY)(config)
+    assert spec.rope.inv_freq == tuple(rotary.inv_freq.double().tolist())
+    default = CONFIG_MAPPING[name]().max_position_embeddings
+    assert family.DEFAULTS["max_position_embeddings"] == default
 
 
 def test_the_tiny_checkpoint_holds_exactly_what_is_expected(family: ModuleType) -> None:

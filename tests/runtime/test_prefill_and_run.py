@@ -134,7 +134,9 @@ class Broken:
 
 def test_outputs_that_are_not_finite_or_of_another_shape_are_refused(build):
     good = np.zeros((1, 4, 16, 128), np.float32)
-    with pytest.raises(CheckFailed, match="^prefill_128: output v is not finite in fp16; run `pdconvert verify`"):
+    with pytest.raises(
+        CheckFailed, match="^prefill_128: output v is not finite in fp16; run `pdconvert verify`"
+    ):
         open_prefill(build, Broken(good, good + np.inf)).run([1, 2])
     with pytest.raises(InputError, match=r"^prefill_128: output k is \(1, 4, 16, 64\), the manifest says"):
         open_prefill(build, Broken(good[..., :64], good)).run([1, 2])

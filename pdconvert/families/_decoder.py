@@ -1,0 +1,304 @@
+"""What decoder-only families have in common: geometry, Hugging Face's config, windows, and mlx-lm's config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdconvert.errors import InputError
+from pdconvert.families.config import MOST_LAYERS, flag, is_positive, positive_int
+from pdconvert.model import LayerSpec, ModelSpec, Rope
+
+GEOMETRY = frozenset(
+    {
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "hidden_act",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+    }
+)
+"""Config keys of every family that decide what the model computes."""
+
+ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+"""Config keys that decide the RoPE, in the old and the new form."""
+
+WINDOWS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+"""Config keys that decide which layers see a window only."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The numbers that all families have, checked."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    activation: str
+    max_positions: int
+    norm_eps: float
+    tied: bool
+
+    def layer(self, **features: Any) -> LayerSpec:
+        """A layer of this geometry with a family's own features; the attention scale is 1 / √D by default."""
+        values = {"attention_scale": self.head_dim**-0.5, **features}
+        return LayerSpec(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            norm_eps=self.norm_eps,
+            activation=self.activation,
+            **values,
+        )
+
+    def model(self, model_type: str, layers: tuple[LayerSpec, ...], rope: Rope, **features: Any) -> ModelSpec:
+        """A model of this geometry with a family's own features."""
+        return ModelSpec(
+            model_type=model_type,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            layers=layers,
+            rope=rope,
+            norm_eps=self.norm_eps,
+            tied=self.tied,
+            max_positions=self.max_positions,
+            **features,
+        )
+
+
+def read_geometry(
+    config: dict[str, Any],
+    defaults: Mapping[str, Any],
+    family: str,
+    *,
+    free_head_dim: bool,
+    even_width: bool = False,
+    mlx: str = "",
+) -> Geometry:
+    """The numbers that all families have.
+
+    Args:
+        defaults: Hugging Face's, for keys that are missing or null; without `num_key_value_heads` it follows
+            from the heads, as it does where it is null, without `head_dim` from the width.
+        free_head_dim: whether head_dim may differ from hidden_size / num_attention_heads.
+        even_width: whether transformers wants hidden_size to be a multiple of the heads even with a free head_dim.
+        mlx: the mlx-lm model that decodes, where it is another than the family's.
+
+    Raises:
+        InputError: a value of the wrong type, or one that Hugging Face or mlx-lm cannot hold.
+    """
+    mlx = mlx or family
+    activation = config.get("hidden_act") or "silu"
+    if activation != "silu":
+        raise InputError(
+            f"config.json: hidden_act {activation!r} is not supported: mlx-lm's {mlx} computes silu only"
+        )
+    hidden = positive_int(config, "hidden_size", defaults["hidden_size"])
+    heads = positive_int(config, "num_attention_heads", defaults["num_attention_heads"])
+    missing = heads if "num_key_value_heads" in config else defaults.get("num_key_value_heads", heads)
+    kv_heads = positive_int(config, "num_key_value_heads", missing)
+    if heads % kv_heads:
+        raise InputError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    own_dim = config.get("head_dim") or defaults.get("head_dim")
+    if hidden % heads and (even_width or own_dim is None or not free_head_dim):
+        raise InputError(
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+        )
+    head_dim = positive_int(config, "head_dim", defaults.get("head_dim", hidden // heads))
+    if head_dim % 2:
+        raise InputError(f"config.json: head_dim {head_dim} is odd; RoPE needs pairs")
+    if head_dim * heads != hidden and not free_head_dim:
+        raise InputError(
+            f"config.json: head_dim {head_dim} is not hidden_size {hidden} / num_attention_heads {heads}; mlx-lm's "
+            f"{mlx} ignores head_dim, so decode would differ"
+        )
+    eps = config.get("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6))
+    if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 <= eps < 1:
+        raise InputError(f"config.json: rms_norm_eps must be a number in [0, 1), not {eps!r}")
+    return Geometry(
+        vocab_size=positive_int(config, "vocab_size", defaults["vocab_size"]),
+        hidden_size=hidden,
+        intermediate_size=positive_int(config, "intermediate_size", defaults["intermediate_size"]),
+        layers=positive_int(config, "num_hidden_layers", defaults["num_hidden_layers"], MOST_LAYERS),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        activation=activation,
+        max_positions=positive_int(config, "max_position_embeddings", defaults["max_position_embeddings"]),
+        norm_eps=float(eps),
+        tied=flag(config, "tie_word_embeddings", defaults.get("tie_word_embeddings", False)),
+    )
+
+
+def make_hf_config(
+    config_class: str, config: dict[str, Any], keys: Iterable[str], rope: Mapping[str, Any]
+) -> Any:
+    """The checkpoint's config as a class of transformers, attention in its eager form.
+
+    Only keys that decide the result are handed on (and the range of random weights, for who draws them), so
+    that a bookkeeping key which transformers would refuse does no harm.
+
+    Args:
+        config_class: name in transformers.
+        keys: that decide the result; null values take the class's default.
+        rope: from `rope_parameters`.
+
+    Raises:
+        InputError: transformers refuses a value.
+    """
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    values = {key: config[key] for key in sorted({*keys, "initializer_range"}) if config.get(key) is not None}
+    values["rope_parameters"] = dict(rope)
+    values |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    if isinstance(values.get("rms_norm_eps"), int):
+        values["rms_norm_eps"] = float(values["rms_norm_eps"])
+    family_class = getattr(transformers, config_class)
+    if config.get("num_key_value_heads", 1) is None:
+        values["num_key_value_heads"] = values.get("num_attention_heads", family_class.num_attention_heads)
+    try:
+        result = family_class(**values)
+    except (TypeError, ValueError, KeyError, ArithmeticError, StrictDataclassError) as error:
+        family = config.get("model_type")
+        reason = " ".join(str(error).split())
+        raise InputError(f"config.json: transformers refuses this {family} config: {reason}") from error
+    result._attn_implementation = "eager"
+    return result
+
+
+def require(config: dict[str, Any], values: Mapping[str, Any], family: str) -> None:
+    """Raise InputError unless every key is missing, null, or has the one value that the family knows."""
+    for key, value in values.items():
+        if config.get(key) not in (None, value):
+            raise InputError(f"config.json: {key}={config[key]!r} is not supported by the {family} family")
+
+
+def number(config: dict[str, Any], key: str, default: float) -> float:
+    """The positive number under `key`; a null or missing value takes the default."""
+    value = default if config.get(key) is None else config[key]
+    if not is_positive(value):
+        raise InputError(f"config.json: {key} must be a positive number, not {value!r}")
+    return float(value)
+
+
+def refuse_window(window: Any, max_positions: int, family: str, layers: str = "") -> None:
+    """Raise InputError for a sliding window shorter than the context; a longer one never hides a token.
+
+    Args:
+        window: the number of tokens that a layer sees, or None for all.
+        layers: which layers have it, for the message.
+    """
+    if window is None:
+        return
+    if not isinstance(window, int) or isinstance(window, bool) or window <= 0:
+        raise InputError(f"config.json: sliding_window must be a positive integer or null, not {window!r}")
+    if window < max_positions:
+        raise InputError(
+            f"config.json: sliding_window {window}{layers} is not supported for {family}: masks of windows are "
+            f"missing; set max_position_embeddings to at most {window} to convert it for texts of that length"
+        )
+
+
+def refuse_layer_windows(config: dict[str, Any], geometry: Geometry, family: str) -> None:
+    """The same for families in which `use_sliding_window` and `layer_types` say which layers have the window.
+
+    Raises:
+        InputError: a layer sees less than the context, or `layer_types` is malformed.
+    """
+    types = config.get("layer_types")
+    if types is not None and (
+        not isinstance(types, list)
+        or len(types) < geometry.layers
+        or not set(types) <= {"full_attention", "sliding_attention"}
+    ):
+        raise InputError(
+            "config.json: layer_types must name full_attention or sliding_attention for each of the "
+            f"{geometry.layers} layers, not {types!r:.80}"
+        )
+    on = flag(config, "use_sliding_window", False)
+    if types is not None and "sliding_attention" in types and not on:
+        raise InputError(
+            "config.json: layer_types has sliding_attention, but use_sliding_window is false; make them agree"
+        )
+    first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise InputError(f"config.json: max_window_layers must be a whole number, not {first!r}")
+    if on and ("sliding_attention" in types if types is not None else first < geometry.layers):
+        where = " of layers of type sliding_attention" if types is not None else f" from layer {first} on"
+        refuse_window(config.get("sliding_window", 4096), geometry.max_positions, family, where)
+
+
+def layer_names(index: int, spec: ModelSpec, norms: tuple[str, ...]) -> dict[str, str]:
+    """Names of layer `index` in the block and in the checkpoint, where the two have the same parts."""
+    layer = spec.layers[index]
+    names = [f"{norm}.weight" for norm in norms]
+    biased = {"q_proj": layer.attention_bias, "k_proj": layer.attention_bias, "v_proj": layer.attention_bias}
+    biased["o_proj"] = layer.output_bias
+    for projection, bias in biased.items():
+        names += [f"self_attn.{projection}.weight"] + [f"self_attn.{projection}.bias"] * bias
+    if layer.qk_norm != "none":
+        names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        names += [f"mlp.{projection}.weight"] + [f"mlp.{projection}.bias"] * layer.mlp_bias
+    return {name: f"model.layers.{index}.{name}" for name in names}
+
+
+def decode_base(spec: ModelSpec, class_name: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The mlx-lm config that most of its models read, every default written out, in the old-style keys.
+
+    Raises:
+        InputError: mlx-lm would load the config and compute something else.
+    """
+    layer = spec.layers[0]
+    if not layer.norm_eps:
+        raise InputError(
+            "config.json: rms_norm_eps is 0, which mlx-lm refuses; set it to a small number, such as 1e-6"
+        )
+    return {
+        "model_type": spec.model_type,
+        "architectures": [class_name],
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_hidden_layers": len(spec.layers),
+        "num_attention_heads": layer.heads,
+        "num_key_value_heads": layer.kv_heads,
+        "head_dim": layer.head_dim,
+        "hidden_act": layer.activation,
+        "rms_norm_eps": layer.norm_eps,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_positions,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": _decode_scaling(spec, rope),
+        "tie_word_embeddings": spec.tied,
+    }
+
+
+def _decode_scaling(spec: ModelSpec, rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """mlx-lm's `rope_scaling`; None for plain RoPE."""
+    kind = rope["rope_type"]
+    if kind == "default":
+        return None
+    for key in ("attention_factor", "truncate", "mscale", "mscale_all_dim"):
+        if rope.get(key) is not None:
+            raise InputError(
+                f"config.json: rope {key}={rope[key]!r} is not read by mlx-lm's {spec.model_type}; decode would differ"
+            )
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    if kind == "yarn":
+        scaling.setdefault("original_max_position_embeddings", spec.max_positions)
+    return scaling

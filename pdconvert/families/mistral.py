@@ -1,0 +1,88 @@
+"""mistral: Mistral 7B from version 0.2 on; a window shorter than the context is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdconvert.families import _decoder as decoder
+from pdconvert.families.config import read_rope, refuse_unknown, rope_parameters
+from pdconvert.model import ModelSpec
+
+LAYER = "transformers.models.mistral.modeling_mistral:MistralDecoderLayer"
+NORM = "transformers.models.mistral.modeling_mistral:MistralRMSNorm"
+ROTARY = "transformers.models.mistral.modeling_mistral:MistralRotaryEmbedding"
+
+COMPUTED = decoder.GEOMETRY | {"head_dim"}
+"""Config keys that, with the RoPE's, decide what the model computes."""
+
+KNOWN = COMPUTED | decoder.ROPE | {"sliding_window"}
+
+WINDOW = 4096
+"""Hugging Face's window where the config does not speak of one; null means none."""
+
+DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+
+TINY = {
+    "model_type": "mistral",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "sliding_window": None,
+    "head_dim": 24,
+}
+
+
+def hf_config(config: dict[str, Any]) -> Any:
+    """The checkpoint's config as Hugging Face's own class."""
+    return decoder.make_hf_config("MistralConfig", config, COMPUTED, rope_parameters(config))
+
+
+def read_config(config: dict[str, Any]) -> ModelSpec:
+    """The geometry of a mistral checkpoint.
+
+    Raises:
+        InputError: an unknown key, a value of the wrong type, or one that the family cannot hold.
+    """
+    refuse_unknown(config, KNOWN, "mistral")
+    geometry = decoder.read_geometry(config, DEFAULTS, "mistral", free_head_dim=True, mlx="llama")
+    absent = "" if "sliding_window" in config else " (Hugging Face's default where the key is absent)"
+    decoder.refuse_window(config.get("sliding_window", WINDOW), geometry.max_positions, "mistral", absent)
+    layers = (geometry.layer(),) * geometry.layers
+    return geometry.model("mistral", layers, read_rope(hf_config(config), ROTARY))
+
+
+def layer_tensors(index: int, spec: ModelSpec) -> dict[str, str]:
+    """Names of layer `index` in the block and in the checkpoint."""
+    return decoder.layer_names(index, spec, ("input_layernorm", "post_attention_layernorm"))
+
+
+def decode_config(config: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """The mlx-lm config of the same model, every default written out.
+
+    Raises:
+        InputError: mlx-lm would load the config and compute something else.
+    """
+    return {
+        **decoder.decode_base(spec, "MistralForCausalLM", rope_parameters(config)),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_traditional": False,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * len(spec.layers),
+    }
