@@ -119,7 +119,10 @@ class Cache:
                 raise
             # Locked before it can be seen, so that no other process evicts it in between.
             descriptor = _open_shared(work / "entry.json")
-            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise _unwritable(self.folder, error) from error
             while self.get(key) is None:
                 try:
                     with _exclusive(self.folder / "lock"):
@@ -184,9 +187,7 @@ class Cache:
         try:
             work.mkdir(parents=True)
         except OSError as error:
-            raise InputError(
-                f"the cache folder {self.folder} cannot be written ({error.strerror}); {INSTEAD}"
-            ) from error
+            raise _unwritable(self.folder, error) from error
         try:
             yield work
         finally:
@@ -276,6 +277,10 @@ def cache_limit_bytes(environ: Mapping[str, str] = os.environ) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
+def _unwritable(folder: Path, error: OSError) -> InputError:
+    return InputError(f"the cache folder {folder} cannot be written ({error.strerror}); {INSTEAD}")
+
+
 def _describe(folder: Path) -> dict[str, dict[str, int | str]]:
     """Size and SHA-256 of every file below a folder, besides the record itself."""
     return {
@@ -320,7 +325,10 @@ def _open_shared(path: Path) -> int:
 
 @contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _unwritable(path.parent, error) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

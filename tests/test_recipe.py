@@ -74,7 +74,7 @@ def test_a_shipped_recipe_loads_and_resolves_to_itself(name: str) -> None:
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_bits_follow_the_weights(name: str) -> None:
     decode = load_recipe(name).decode
-    expected = 16 if name.endswith("fp16") else 8
+    expected = 16 if name.endswith(("fp16", "long")) else 8
     assert (decode.embedding_bits, decode.head_bits) == (expected, expected)
 
 

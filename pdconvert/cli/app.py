@@ -16,19 +16,20 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from pdconvert import __version__
 from pdconvert.cli import build, decode, doctor, exec, inspect, lint, listing, prefill, run, verify
-from pdconvert.errors import PdconvertError
+from pdconvert.errors import InputError, PdconvertError
 from pdconvert.process import exit_on_sigterm
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
+OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "cannot allocate memory", "unable to allocate")
 
 SUBCOMMANDS: tuple[click.Command, ...] = (
     build.command,
@@ -72,15 +73,15 @@ class ErrorBoundary(click.Group):
         except OSError as error:
             _report(f"error: {_os_error_text(error)}", debug)
             ctx.exit(EXIT_BAD_INPUT)
-        except Exception as error:  # noqa: BLE001  the outermost boundary: report, never swallow
-            hint = "" if debug else " (run it again as `pdconvert --debug ...` for the traceback)"
-            text = " ".join(str(error).split())[:500]
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                _internal(ctx, error, debug)
             _report(
-                f"internal error: {type(error).__name__}: {text}{hint}",
-                debug,
-                getattr(error, "__notes__", ()),
+                "error: not enough memory; close other programs, or take a smaller model or function", debug
             )
-            ctx.exit(EXIT_INTERNAL)
+            ctx.exit(EXIT_BAD_INPUT)
+        except Exception as error:  # noqa: BLE001  the outermost boundary: report, never swallow
+            _internal(ctx, error, debug)
 
     def main(
         self,
@@ -109,6 +110,20 @@ class ErrorBoundary(click.Group):
             _report("interrupted", debug=False)
             code = EXIT_INTERRUPTED
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _internal(ctx: click.Context, error: Exception, debug: bool) -> NoReturn:
+    """Report a bug of pdconvert and leave."""
+    hint = "" if debug else " (run it again as `pdconvert --debug ...` for the traceback)"
+    text = " ".join(str(error).split())[:500]
+    notes = getattr(error, "__notes__", ())
+    _report(f"internal error: {type(error).__name__}: {text}{hint}", debug, notes)
+    ctx.exit(EXIT_INTERNAL)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out; torch and mlx say so in the words of a RuntimeError."""
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY)
 
 
 def _report(message: str, debug: bool, notes: Sequence[str] = ()) -> None:
@@ -141,6 +156,10 @@ def _quiet_libraries() -> None:
 def main(debug: bool) -> None:
     """Compile a causal LM into an ANE prefill package and MLX decode weights, and prove both."""
     _quiet_libraries()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise InputError("the working directory is gone; change to one that exists") from None
     if debug:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
         logging.getLogger("pdconvert").setLevel(logging.DEBUG)

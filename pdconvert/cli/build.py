@@ -1,5 +1,6 @@
 """`pdconvert build`: compile a recipe, verify what was written, report."""
 
+import sys
 from pathlib import Path
 
 import click
@@ -53,7 +54,8 @@ def command(
 
     from pdconvert.pipeline import build
 
-    result = build(resolved, out, force=force, use_cache=not no_cache, progress=Progress())
+    progress = Progress() if sys.stderr else Progress.silent()  # stderr may be closed
+    result = build(resolved, out, force=force, use_cache=not no_cache, progress=progress)
     if as_json:
         echo_json({"path": str(result.path), "verdict": result.verdict, "summary": result.summary})
     else:

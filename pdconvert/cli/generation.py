@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pdconvert.cli.params import UserPath, echo_json
+from pdconvert.errors import InputError
 
 if TYPE_CHECKING:
     from pdconvert.runtime.run import RunResult
@@ -94,8 +95,21 @@ def package_options(command: Command) -> Command:
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt itself, or standard input for `-`."""
-    return sys.stdin.read() if prompt == "-" else prompt
+    """The prompt itself, or standard input for `-`.
+
+    Raises:
+        InputError: standard input is closed, or not UTF-8.
+    """
+    if prompt != "-":
+        return prompt
+    if sys.stdin is None:
+        raise InputError("--prompt -: stdin is closed; give the prompt itself")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"--prompt -: stdin is not UTF-8 text (byte {error.start}); give it as UTF-8"
+        ) from error
 
 
 def cache_arguments(prefix_cache: Path | None, prefix_cache_mb: int) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class HfDirSource(Source):
         """The weight files, and the index's map from tensor to file name if there is an index."""
         for single_name, index_name in _LAYOUTS:
             single, index = self.folder / single_name, self.folder / index_name
-            if index.exists():
+            if _is_there(index):
                 return self._indexed(single, index)
             if single.exists() or single.is_symlink():
                 check_content(single)
