@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -14,9 +13,10 @@ from pdconvert import families
 from pdconvert.errors import InputError
 from pdconvert.recipe.model import Recipe
 from pdconvert.recipe.overrides import apply_override
-from pdconvert.recipe.source import parse_source
+from pdconvert.recipe.source import SourceSpec, parse_source
 from pdconvert.recipe.strict import input_error, near_miss
 from pdconvert.recipe.yaml_loader import parse_yaml
+from pdconvert.sources.files import read_json
 
 
 def shipped_recipes() -> tuple[str, ...]:
@@ -58,12 +58,11 @@ def _refuse_early(source: Any, folder: Path) -> None:
         return
     config = source["random"].get("config") if isinstance(source.get("random"), dict) else None
     if isinstance(source.get("path"), str):
-        path = (folder / Path(source["path"]).expanduser()) / "config.json"
-        if path.is_file():
-            try:
-                config = json.loads(path.read_text(encoding="utf-8"))
-            except (ValueError, OSError):
-                return  # the source says what is wrong with it
+        try:
+            place = SourceSpec(path=source["path"]).anchored(folder).path
+            config = read_json(Path(str(place)) / "config.json")
+        except (InputError, ValidationError, OSError):
+            return  # the recipe's or the source's check says what is wrong with it
     if isinstance(config, dict):
         families.refuse_unsupported(config.get("model_type"))
 

@@ -1,0 +1,451 @@
+"""Bad checkpoints through the real command line: what each way to be wrong says, and that nothing is left behind.
+
+In an expected message `{}` is the checkpoint's folder and … stands for anything.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from refusals import (
+    UP,
+    WEIGHTS,
+    Change,
+    Q,
+    add,
+    assert_cache_is_whole,
+    base,
+    both,
+    checkpoint,
+    config,
+    content,
+    drop,
+    gone,
+    json_file,
+    link,
+    listing,
+    pickled,
+    refusal,
+    rope,
+    says,
+    shards,
+    spoil,
+    tensors,
+)
+
+__all__ = ["base", "checkpoint"]
+
+NAN = float("nan")
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+DEEP = b"[" * 100_000
+NORM = "model.norm.weight"
+QUANTIZED = "{}: the checkpoint is already quantized (…); give the original checkpoint in bf16, fp16 or fp32"
+SOURCE = "\n  source: {}"
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    """A working folder and a temporary folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("scratch")))
+
+
+class Payload:
+    """Unpickled freely, it would make a folder."""
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, ("ran",)
+
+
+CONFIG: dict[str, tuple[Change, str]] = {
+    "empty": (content("config.json", b""), "{}/config.json: the file is empty (0 bytes); download it again"),
+    "no JSON": (content("config.json", b"{"), "{}/config.json: not JSON: … in line 1"),
+    "not text": (
+        content("config.json", b"\xff\xfe\x00"),
+        "{}/config.json: not JSON: not text in UTF-8 (byte 2)",
+    ),
+    "no object": (content("config.json", b"[]"), "{}/config.json: expected a JSON object, found list"),
+    "deeply nested": (content("config.json", DEEP), "{}/config.json: damaged: …; download it again"),
+    "a number of 5000 digits": (
+        content("config.json", b"9" * 5000),
+        "{}/config.json: damaged: …; download it again",
+    ),
+    "git-lfs": (content("config.json", LFS), "{}/config.json: a git-lfs pointer, …; run `git lfs pull` …"),
+    "gone": (gone("config.json"), "{}: no config.json; …"),
+    "a broken link": (link("config.json"), "{}/config.json: no such file (a link to a file that is gone)"),
+    "no model_type": (
+        content("config.json", b"{}"),
+        "{}/config.json: no model_type; expected the config of a causal LM",
+    ),
+    "experts": (
+        config(model_type="mixtral"),
+        "model_type 'mixtral' is not supported: it is a mixture of …; supported: …llama…",
+    ),
+    "states": (config(model_type="mamba"), "model_type 'mamba' is not supported: it is …; supported: …"),
+    "images": (config(model_type="llava"), "model_type 'llava' is not supported: it is …; supported: …"),
+    "unknown type": (
+        config(model_type="zorg"),
+        "model_type 'zorg' is not supported; supported: …llama…" + SOURCE,
+    ),
+    "mistyped type": (
+        config(model_type="Llama"),
+        "model_type 'Llama' is not supported (did you mean llama?); supported: …" + SOURCE,
+    ),
+    "unknown key": (
+        config(final_logit_softcapping=3.0),
+        "config.json: the llama family does not know final_logit_softcapping=3.0; …" + SOURCE,
+    ),
+    "heads and KV heads": (
+        config(num_key_value_heads=3),
+        "config.json: num_attention_heads 4 is not a multiple of num_key_value_heads 3" + SOURCE,
+    ),
+    "hidden size and heads": (
+        config(hidden_size=66),
+        "config.json: hidden_size 66 is not a multiple of num_attention_heads 4" + SOURCE,
+    ),
+    "odd head_dim": (
+        config(head_dim=15),
+        "config.json: head_dim 15 is odd; RoPE needs pairs" + SOURCE,
+    ),
+    "another head_dim": (
+        config(head_dim=32),
+        "{}: model.layers.0.self_attn.q_proj.weight has shape (64, 64), config.json asks for (128, 64)",
+    ),
+    "a size as text": (
+        config(hidden_size="64"),
+        "config.json: hidden_size must be a positive integer, not '64'" + SOURCE,
+    ),
+    "no layers": (
+        config(num_hidden_layers=0),
+        "config.json: num_hidden_layers must be a positive integer, not 0" + SOURCE,
+    ),
+    "absurdly many layers": (
+        config(num_hidden_layers=10**9),
+        "config.json: num_hidden_layers 1000000000 is more than any model has (at most 4096); …" + SOURCE,
+    ),
+    "absurdly many tokens": (
+        config(vocab_size=10**12),
+        "config.json: vocab_size 1000000000000 is more than any model has …" + SOURCE,
+    ),
+    "layers that are not there": (
+        config(num_hidden_layers=3),
+        "{}: 9 tensors (model.layers.2.…) are missing, as config.json describes the model",
+    ),
+    "thousands of layers that are not there": (
+        config(num_hidden_layers=4096),
+        "{}: 36846 tensors (…) are missing, as config.json describes the model",
+    ),
+    "layers too many in the file": (
+        config(num_hidden_layers=1),
+        "{}: 9 tensors (model.layers.1.…) are left over; …",
+    ),
+    "a flag as text": (
+        config(attention_bias="yes"),
+        "config.json: attention_bias must be true or false, not 'yes'" + SOURCE,
+    ),
+    "biases that are not there": (config(mlp_bias=True), "{}: 6 tensors (…bias, …) are missing, …"),
+    "another activation": (
+        config(hidden_act="gelu"),
+        "config.json: hidden_act 'gelu' is not supported: …" + SOURCE,
+    ),
+    "eps of zero": (
+        config(rms_norm_eps=0),
+        "config.json: rms_norm_eps is 0, which mlx-lm refuses; set it to a small number, such as 1e-6"
+        + SOURCE,
+    ),
+    "eps as text": (config(rms_norm_eps="1e-5"), "config.json: rms_norm_eps must be a number …" + SOURCE),
+    "window": (config(sliding_window=16), "config.json: sliding_window …" + SOURCE),
+    "context shorter than the function": (
+        config(max_position_embeddings=64),
+        "recipe: prefill_128 reaches position 128, the model ends at 64 (max_position_embeddings); "
+        "give prefill.functions fewer tokens or past",
+    ),
+    "context as long as the function": (
+        config(max_position_embeddings=128),
+        "{}: the model's 128 positions leave nothing to score after 128 tokens of prefill; "
+        "give prefill.functions at most 64 tokens",
+    ),
+    "EOS as text": (
+        config(eos_token_id="2"),
+        "config.json: eos_token_id is '2', expected an integer or a list of integers" + SOURCE,
+    ),
+    "tied heads that differ": (
+        config(tie_word_embeddings=True),
+        "{}: config.json says tie_word_embeddings, but lm_head.weight differs from …; …",
+    ),
+    "dynamic RoPE": (
+        rope(rope_type="dynamic", factor=2.0),
+        "config.json: rope type 'dynamic' is refused: its frequencies change with the prompt's length, …"
+        + SOURCE,
+    ),
+    "longrope": (
+        rope(rope_type="longrope", short_factor=[1.0], long_factor=[4.0]),
+        "config.json: rope type 'longrope' …" + SOURCE,
+    ),
+    "unknown RoPE": (
+        rope(type="su"),
+        "config.json: rope type 'su' is not supported; supported: default, linear, llama3, yarn" + SOURCE,
+    ),
+    "RoPE without its factor": (
+        rope(type="linear"),
+        "config.json: rope type 'linear' needs a positive number factor, found None" + SOURCE,
+    ),
+    "RoPE base of zero": (
+        config(rope_theta=0),
+        "config.json: rope_theta must be a positive number, not 0" + SOURCE,
+    ),
+    "RoPE that is no object": (
+        config(rope_scaling="x"),
+        "config.json: rope_scaling must be an object, not 'x'" + SOURCE,
+    ),
+    "generation config": (
+        content("generation_config.json", b"[]"),
+        "{}/generation_config.json: expected a JSON object, found list",
+    ),
+    "EOS of the generation config": (
+        content("generation_config.json", b'{"eos_token_id": [1, "x"]}'),
+        "generation_config.json: eos_token_id is [1, 'x'], expected …" + SOURCE,
+    ),
+    "generation config, a broken link": (
+        link("generation_config.json"),
+        "{}/generation_config.json: no such file (a link to a file that is gone)",
+    ),
+}
+
+FILES: dict[str, tuple[Change, str]] = {
+    "no weights": (gone(WEIGHTS), "{}: no weights (model.safetensors or pytorch_model.bin); download …"),
+    "empty": (content(WEIGHTS, b""), "{}/model.safetensors: the file is empty (0 bytes); download it again"),
+    "git-lfs": (content(WEIGHTS, LFS), "{}/model.safetensors: a git-lfs pointer, …; run `git lfs pull` …"),
+    "a broken link": (link(WEIGHTS), "{}/model.safetensors: no such file (a link to a file that is gone)"),
+    "the last 64 bytes cut": (
+        content(WEIGHTS, lambda data: data[:-64]),
+        "{}/model.safetensors: truncated: … bytes, but its tensors need …; download it again",
+    ),
+    "the last tensor cut": (
+        content(WEIGHTS, lambda data: data[: -4 * 64 * 64]),
+        "{}/model.safetensors: truncated: … bytes, but its tensors need …; download it again",
+    ),
+    "cut in the header": (
+        content(WEIGHTS, lambda data: data[:100]),
+        "{}/model.safetensors: truncated: 100 bytes are less than its header needs; download it again",
+    ),
+    "a header of brackets": (
+        content(WEIGHTS, len(DEEP).to_bytes(8, "little") + DEEP),
+        "{}/model.safetensors: not a safetensors file: its header is not JSON; download it again",
+    ),
+    "a missing shard": (
+        both(shards(), gone("model-00002-of-00002.safetensors")),
+        "{}: model-00002-of-00002.safetensors is missing; model.safetensors.index.json puts 13 tensors there …",
+    ),
+    "a cut shard": (
+        both(shards(), content("model-00002-of-00002.safetensors", lambda data: data[:-10])),
+        "{}/model-00002-of-00002.safetensors: truncated: …; download it again",
+    ),
+    "a tensor in another shard": (
+        shards(lambda where: where | {NORM: where["lm_head.weight"], "lm_head.weight": where[NORM]}),
+        "{}/model-00001-of-00002.safetensors: holds lm_head.weight, but the index puts it into "
+        "model-00002-of-00002.safetensors; shards and index do not belong together",
+    ),
+    "an index that leaves the folder": (
+        shards(lambda where: where | {NORM: "../../secret"}),
+        "{}/model.safetensors.index.json: model.norm.weight: '../../secret' is not the name of a file in this folder",
+    ),
+    "an index of brackets": (
+        both(shards(), content("model.safetensors.index.json", DEEP)),
+        "{}/model.safetensors.index.json: damaged: …; download it again",
+    ),
+    "a stale index": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}'),
+        "{}: holds model.safetensors and also model.safetensors.index.json, which names other files …; …remove it",
+    ),
+    "an index, a broken link": (
+        link("model.safetensors.index.json"),
+        "{}/model.safetensors.index.json: no such file (a link to a file that is gone)",
+    ),
+    "pickled code": (
+        pickled(lambda state: {"x": Payload()}),
+        "{}/pytorch_model.bin: holds pickled code besides tensors, which was not run; ask its author for …",
+    ),
+    "pickled code in a shard": (
+        both(
+            shards(pickled=True),
+            lambda folder: torch.save({"x": Payload()}, folder / "pytorch_model-00001-of-00002.bin"),
+        ),
+        "{}/pytorch_model-00001-of-00002.bin: holds pickled code besides tensors, which was not run; …",
+    ),
+    "a cut pickled shard": (
+        both(shards(pickled=True), content("pytorch_model-00001-of-00002.bin", lambda data: data[:-100])),
+        "{}/pytorch_model-00001-of-00002.bin: truncated, or written by torch before 1.6; download it again, …",
+    ),
+    "pickled numbers": (
+        pickled(lambda state: {"epoch": 3}),
+        "{}/pytorch_model.bin: epoch is int, not a tensor; expected a plain state dict",
+    ),
+    "a pickled tensor without a name": (
+        pickled(lambda state: state | {7: torch.ones(2)}),
+        "{}/pytorch_model.bin: a tensor is named 7, not by a text; expected a plain state dict",
+    ),
+    "a pickled sparse tensor": (
+        pickled(lambda state: state | {Q: state[Q].to_sparse()}),
+        f"{{}}/pytorch_model.bin: {Q} is sparse (torch.sparse_coo); save the checkpoint with dense tensors",
+    ),
+    "an adapter's tensors": (
+        add("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", torch.ones(4, 4)),
+        "{}: holds an adapter (tensor …lora_A.weight), not a whole model; merge it into its base …",
+    ),
+    "an adapter beside the model": (
+        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x"),
+        "{}: holds an adapter (adapter_model.safetensors) beside the model; merge the two …",
+    ),
+    "an adapter alone": (
+        both(gone("config.json", WEIGHTS), lambda folder: (folder / "adapter_config.json").write_text("{}")),
+        "{}: no config.json; it holds an adapter: merge it into its base …",
+    ),
+}
+
+TENSORS: dict[str, tuple[Change, str]] = {
+    "a tensor missing": (drop(Q), f"{{}}: tensor {Q} is missing, as config.json describes the model"),
+    "the head missing": (drop("lm_head.weight"), "{}: tensor lm_head.weight is missing, …"),
+    "a tensor left over": (
+        add("model.layers.0.self_attn.q_proj.bias", torch.ones(64)),
+        "{}: tensor model.layers.0.self_attn.q_proj.bias is left over; config.json does not account for it, …",
+    ),
+    "another prefix": (
+        tensors(lambda state: {f"transformer.{name}": value for name, value in state.items()}),
+        "{}: 21 tensors (…) are missing, …; transformer.lm_head.weight is there under another name",
+    ),
+    "transposed": (
+        tensors(lambda state: state | {f"{UP}.weight": state[f"{UP}.weight"].T.contiguous()}),
+        f"{{}}: {UP}.weight has shape (64, 128), config.json asks for (128, 64)",
+    ),
+    "a scalar": (add(Q, torch.tensor(1.0)), f"{{}}: {Q} has shape (), config.json asks for (64, 64)"),
+    "NaN in the embedding": (
+        spoil("model.embed_tokens.weight", NAN),
+        "{}: model.embed_tokens.weight holds 1 values that are NaN or infinite; the checkpoint is damaged",
+    ),
+    "infinity in the last layer": (
+        spoil("model.layers.1.mlp.down_proj.weight", -float("inf")),
+        "{}: model.layers.1.mlp.down_proj.weight holds 1 values that are NaN or infinite; …",
+    ),
+    "NaN in the head": (spoil("lm_head.weight", NAN), "{}: lm_head.weight holds 1 values that are NaN …"),
+    "beyond the grid of fp16": (
+        add(Q, torch.full((64, 64), 1e5)),
+        "layers.0.self_attn.q_proj.weight: weights up to 1e+05 do not fit …; …\n  in pass quantize_weights on …",
+    ),
+    "GPTQ by its config": (config(quantization_config={"quant_method": "gptq", "bits": 4}), QUANTIZED),
+    "AWQ by its config": (config(quantization_config={"quant_method": "awq"}), QUANTIZED),
+    "fp8 by its config": (config(quantization_config={"quant_method": "fp8"}), QUANTIZED),
+    "bitsandbytes by its config": (config(quantization_config={"load_in_4bit": True}), QUANTIZED),
+    "MLX by its config": (config(quantization={"bits": 4, "group_size": 64}), QUANTIZED),
+    "GPTQ by its tensors": (add(f"{UP}.qweight", torch.ones(4, 4, dtype=torch.int32)), QUANTIZED),
+    "fp8 by its type": (add(f"{UP}.weight", torch.ones(128, 64).to(torch.float8_e4m3fn)), QUANTIZED),
+    "fp8 by its scales": (add(f"{UP}.weight_scale_inv", torch.ones(1, 1)), QUANTIZED),
+    "bitsandbytes by its tensors": (add(f"{UP}.weight.absmax", torch.ones(4)), QUANTIZED),
+    "MLX by its tensors": (add(f"{UP}.scales", torch.ones(128, 1)), QUANTIZED),
+    "int8": (add(f"{UP}.weight", torch.ones(128, 64, dtype=torch.int8)), QUANTIZED),
+}
+
+TOKENIZERS: dict[str, tuple[Change, str]] = {
+    "none": (
+        gone("tokenizer.json", "tokenizer_config.json"),
+        "{}: no tokenizer (tokenizer.json or tokenizer.model); add its files",
+    ),
+    "a broken link": (link("tokenizer.json"), "{}/tokenizer.json: no such file (a link to …)"),
+    "git-lfs": (content("tokenizer.json", LFS), "{}/tokenizer.json: a git-lfs pointer, …"),
+    "no vocabulary": (
+        content("tokenizer.json", b"{}"),
+        "{}/tokenizer.json: not a tokenizer file: no model.vocab",
+    ),
+    "an empty vocabulary": (
+        json_file("tokenizer.json", lambda data: data | {"model": {"vocab": {}}, "added_tokens": []}),
+        "{}: the tokenizer's vocabulary is empty; download its files again",
+    ),
+    "more ids than rows": (
+        json_file("tokenizer.json", lambda data: data | {"model": {"vocab": {"a": 0, "b": 320}}}),
+        "{}: the tokenizer has 321 ids, the embedding 320 rows; resize the embedding or use …",
+    ),
+    "an added token beyond the rows": (
+        content("added_tokens.json", b'{"<x>": 400}'),
+        "{}: the tokenizer has 401 ids, the embedding 320 rows; …",
+    ),
+    "an id below zero": (
+        json_file("tokenizer.json", lambda data: data | {"model": {"vocab": {"a": -1}}}),
+        "{}/tokenizer.json: not a tokenizer file: a token's id is not a whole number",
+    ),
+    "added tokens that are none": (
+        json_file("tokenizer.json", lambda data: data | {"added_tokens": "x"}),
+        "{}/tokenizer.json: not a tokenizer file: added_tokens is not a list of tokens",
+    ),
+    "settings of brackets": (
+        content("tokenizer_config.json", DEEP),
+        "{}/tokenizer_config.json: damaged: …; download it again",
+    ),
+    "a model that is garbage": (
+        both(gone("tokenizer.json"), content("tokenizer.model", b"garbage")),
+        "{}: its tokenizer cannot be loaded (…); download its files again, or give a tokenizer.json …",
+    ),
+}
+
+CASES = {
+    f"{group}: {name}": case
+    for group, table in {
+        "config": CONFIG,
+        "files": FILES,
+        "tensors": TENSORS,
+        "tokenizer": TOKENIZERS,
+    }.items()
+    for name, case in table.items()
+}
+
+
+@pytest.mark.parametrize(("change", "expected"), CASES.values(), ids=CASES)
+def test_a_bad_checkpoint_is_refused(
+    checkpoint: Path, tmp_path: Path, own_cache: Path, change: Change, expected: str
+) -> None:
+    change(checkpoint)
+    said = refusal(["build", "tiny", "--source", str(checkpoint), "--out", "build/out"], tmp_path, own_cache)
+    assert says(said, expected.replace("{}", str(checkpoint))), said
+
+
+def test_the_same_incomplete_download_is_refused_each_time(
+    checkpoint: Path, tmp_path: Path, own_cache: Path
+) -> None:
+    gone(WEIGHTS)(checkpoint)
+    (checkpoint / "h.incomplete").touch()
+    args = ["build", "tiny", "--source", str(checkpoint)]
+    first = refusal(args, tmp_path, own_cache)
+    assert first.endswith("it holds h.incomplete, but no index: the download is incomplete")
+    assert refusal(args, tmp_path, own_cache) == first
+
+
+def test_a_type_that_is_known_is_refused_without_torch(checkpoint: Path, tmp_path: Path) -> None:
+    """Before any weight is looked at, and in a fraction of a second."""
+    both(config(model_type="mixtral"), gone(WEIGHTS))(checkpoint)
+    probe = "import sys, atexit; from pdconvert.cli import main; atexit.register(lambda: print('torch' in sys.modules))"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{probe}; main(['build', 'tiny', '--source', sys.argv[1]])", str(checkpoint)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+    assert done.stderr.startswith("error: model_type 'mixtral' is not supported: it is a mixture of experts")
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+
+
+def test_work_that_was_done_before_a_damaged_layer_is_kept_whole(
+    checkpoint: Path, tmp_path: Path, own_cache: Path
+) -> None:
+    spoil("model.layers.1.input_layernorm.weight", NAN)(checkpoint)
+    refusal(["build", "tiny", "--source", str(checkpoint), "--out", "out"], tmp_path, own_cache)
+    assert len(listing(own_cache / "entries")) > 0
+    assert_cache_is_whole(own_cache)
