@@ -84,7 +84,8 @@ class RMSNorm(nn.Module):
             return x
         if self.channel_axis == -1:
             return x * self.weight
-        return x * self.weight.view(1, -1, *(1,) * (3 - self.channel_axis))
+        before = (1,) * self.channel_axis
+        return x * self.weight.view(*before, -1, *(1,) * (3 - self.channel_axis))
 
     def forward(self, x: Tensor) -> Tensor:
         mean_square = (x * x).mean(self.channel_axis, keepdim=True)
@@ -345,4 +346,4 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.lm_head(self.norm(hidden))
-        return logits if self.divisor == 1 else logits / self.divisor
+        return logits if self.divisor == 1 else logits * (1 / self.divisor)

@@ -11,12 +11,12 @@ HIDDEN, TOKENS, PAST, HEADS, KV_HEADS, DIM = 64, 32, 64, 4, 2, 16
 
 
 class RowMaxNorm(nn.Module):
-    """RMSNorm of rows divided by their largest value, along an axis."""
+    """RMSNorm of rows divided by their largest value, along an axis; axis 2 is that of heads, (1, heads, D, S)."""
 
     def __init__(self, axis: int) -> None:
         super().__init__()
         self.axis = axis
-        shape = (1, HIDDEN, 1, 1) if axis == 1 else (HIDDEN,)
+        shape = {1: (1, HIDDEN, 1, 1), 2: (1, 1, DIM, 1), -1: (HIDDEN,)}[axis]
         self.register_buffer("gain", torch.rand(shape))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,6 +150,17 @@ class Head(nn.Module):
         return self.head(chosen)
 
 
+class Scaled(nn.Module):
+    """A 1×1 convolution with a bias, times a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(HIDDEN, HIDDEN, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * 0.7
+
+
 class Quotient(nn.Module):
     """A constant divided by a tensor, beside an input that is an output too."""
 
@@ -178,6 +189,8 @@ MODULES: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {
     "row_max_last": (RowMaxNorm(-1), ROWS),
     "plain": (PlainNorm(1), CHANNELS),
     "plain_last": (PlainNorm(-1), ROWS),
+    "row_max_heads": (RowMaxNorm(2), {"hidden": torch.rand(1, HEADS, DIM, TOKENS)}),
+    "scaled": (Scaled(), CHANNELS),
     "layer_norm": (LayerNormNorm(1), CHANNELS),
     "grouped": (GroupedAttention(), attention_inputs()),
     "grouped_past": (GroupedAttention(past=True), attention_inputs(PAST)),

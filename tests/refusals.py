@@ -50,6 +50,15 @@ def checkpoint(base: Path, tmp_path: Path) -> Path:
     return shutil.copytree(base, tmp_path / "checkpoint")
 
 
+@pytest.fixture(autouse=True)
+def surroundings(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A working folder and a temporary folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("scratch")))
+
+
 # Ways to damage a checkpoint
 
 
