@@ -179,12 +179,14 @@ def both(*changes: Change) -> Change:
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of every file below a folder, by path."""
+    """Size and time of every file below a folder, by path; folders without them."""
     return {
-        str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns)
+        str(path.relative_to(folder)): (
+            (0, 0) if path.is_dir() else (path.lstat().st_size, path.lstat().st_mtime_ns)
+        )
         for path in folder.rglob("*")
-        if not path.is_dir()
-    } | {str(path.relative_to(folder)): (0, 0) for path in folder.rglob("*") if path.is_dir()}
+        if not path.name.startswith("torchinductor_")  # an empty folder that torch makes when it is imported
+    }
 
 
 def refusal(args: list[str], watched: Path, cache: Path, *, stdin: bytes | None = None) -> str:

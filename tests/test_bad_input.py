@@ -26,17 +26,14 @@ from refusals import (
     refusal,
     rope,
     says,
+    surroundings,
 )
 
-__all__ = ["base", "checkpoint"]
+__all__ = ["base", "checkpoint", "surroundings"]
 
-NAN = float("nan")
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 DEEP = b"[" * 100_000
-NORM = "model.norm.weight"
-QUANTIZED = "{}: the checkpoint is already quantized (…); give the original checkpoint in bf16, fp16 or fp32"
 SOURCE = "\n  source: {}"
-
 
 CONFIG: dict[str, tuple[Change, str]] = {
     "empty": (content("config.json", b""), "{}/config.json: the file is empty (0 bytes); download it again"),
