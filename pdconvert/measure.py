@@ -31,15 +31,21 @@ def sqnr_db(signal: Tensor, result: Tensor) -> float:
     return 10 * math.log10(power / noise) if power > 0 else -math.inf
 
 
+ROWS = 16
+"""Rows of logits in float64 at a time: with a vocabulary of 150,000, 20 MB a copy."""
+
+
 def kl_divergence_nats(reference_logits: Tensor, logits: Tensor) -> Tensor:
     """KL(reference ‖ other) of next-token distributions, in nats, one value per row.
 
     Args:
         reference_logits, logits: (N, V), any float type.
     """
-    reference = torch.log_softmax(reference_logits.double(), -1)
-    other = torch.log_softmax(logits.double(), -1)
-    return (reference.exp() * (reference - other)).sum(-1)
+    parts = []
+    for wanted, got in zip(reference_logits.split(ROWS), logits.split(ROWS), strict=True):
+        reference, other = torch.log_softmax(wanted.double(), -1), torch.log_softmax(got.double(), -1)
+        parts.append((reference.exp() * (reference - other)).sum(-1))
+    return torch.cat(parts)
 
 
 def mean_and_error(values: Tensor) -> tuple[float, float]:

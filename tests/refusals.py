@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from warm_cli import Command, Finished, WarmCli
 
 from pdconvert.cache import Cache
 from pdconvert.cli import main
@@ -217,6 +219,46 @@ def assert_cache_is_whole(folder: Path) -> None:
     inside = {path for record in records for path in record.parent.rglob("*")}
     files = {path for path in folder.rglob("*") if path.is_file()}
     assert files <= inside | {folder / "lock"}
+
+
+class Place:
+    """A working folder with a temporary folder and a cache of its own, in which commands run.
+
+    Attributes:
+        folder: where commands work.
+        temporary: their TMPDIR.
+        cache: their PDCONVERT_CACHE.
+    """
+
+    def __init__(self, server: WarmCli, root: Path) -> None:
+        self.server, self.root = server, root
+        self.folder, self.temporary, self.cache = (root / name for name in ("work", "scratch", "cache"))
+        self.folder.mkdir()
+        self.temporary.mkdir()
+        self.logs = 0
+
+    def start(self, *args: str, env: Mapping[str, str | None] | None = None, **options: Any) -> Command:
+        """Start `pdconvert` with these arguments; a variable that is None is not set."""
+        variables = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.root / "home"),
+            "PDCONVERT_CACHE": str(self.cache),
+            "TMPDIR": str(self.temporary),
+            **(env or {}),
+        }
+        known = {name: value for name, value in variables.items() if value is not None}
+        self.logs += 1
+        return self.server.start(args, self.folder, known, self.root / f"log{self.logs}", **options)
+
+    def run(self, *args: str, **options: Any) -> Finished:
+        """Run `pdconvert` to its end."""
+        return self.start(*args, **options).wait()
+
+    def assert_clean(self) -> None:
+        """Nothing is left in the working and the temporary folder, and the cache is whole."""
+        assert listing(self.folder) == {}
+        assert listing(self.temporary) == {}
+        assert_cache_is_whole(self.cache)
 
 
 def says(text: str, expected: str) -> bool:
