@@ -220,7 +220,7 @@ def _read_manifest(build: Path) -> dict | None:
         return None
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         return None
     ours = isinstance(manifest, dict) and {"schema", "verdict", "prefill"} <= manifest.keys()
     return manifest if ours else None

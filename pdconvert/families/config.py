@@ -18,6 +18,9 @@ BOOKKEEPING = frozenset(
         "attention_dropout",
         "bos_token_id",
         "chunk_size_feed_forward",
+        "compression_config",  # as the next two: null or empty here, since sources refuse what is quantized
+        "quantization",
+        "quantization_config",
         "dtype",
         "eos_token_id",
         "id2label",

@@ -64,7 +64,7 @@ def unreadable_tokenizer(label: str, error: Exception) -> InputError:
     """
     reason = " ".join(str(error).split())[:200]
     return InputError(
-        f"{label}: its tokenizer cannot be loaded ({type(error).__name__}: {reason}); download its files again, "
+        f"{label}: its tokenizer cannot be loaded: {type(error).__name__}: {reason}; download its files again, "
         "or give a tokenizer.json that the tokenizers library reads"
     )
 
