@@ -209,15 +209,15 @@ GGUF: dict[str, tuple[Mapping[str, Any], str]] = {
     ),
     "merges of unknown tokens": (
         {"tokenizer.ggml.merges": ["zz yy"]},
-        "{}: its tokenizer cannot be loaded (Exception: …zz…); download its files again, or give a tokenizer.json …",
+        "{}: its tokenizer cannot be loaded: Exception: …zz…; download its files again, or give a tokenizer.json …",
     ),
     "merges that are none": (
         {"tokenizer.ggml.merges": ["alone"]},
-        "{}: its tokenizer cannot be loaded (TypeError: …); …",
+        "{}: its tokenizer cannot be loaded: TypeError: …; …",
     ),
     "an EOS beyond the tokens": (
         {"tokenizer.ggml.eos_token_id": 5000},
-        "{}: its tokenizer cannot be loaded (IndexError: …); …",
+        "{}: its tokenizer cannot be loaded: IndexError: …; …",
     ),
 }
 

@@ -227,7 +227,7 @@ TOKENIZERS: dict[str, tuple[Change, str]] = {
     ),
     "a model that is garbage": (
         both(gone("tokenizer.json"), content("tokenizer.model", b"garbage")),
-        "{}: its tokenizer cannot be loaded (…); download its files again, or give a tokenizer.json …",
+        "{}: its tokenizer cannot be loaded: …; download its files again, or give a tokenizer.json …",
     ),
 }
 
