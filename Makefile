@@ -34,7 +34,8 @@ demo: $(MODEL_INSTALLED)
 	esac
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not real_model" -n auto --dist loadscope $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not real_model" -n auto --dist loadscope $(PYTEST_ARGS) || \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not real_model" --last-failed --last-failed-no-failures none
 
 test-real: $(MODEL_INSTALLED)
 	$(BIN)/python -m pytest -m real_model $(PYTEST_ARGS)
