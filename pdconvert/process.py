@@ -16,19 +16,14 @@ import json
 import os
 import secrets
 import shutil
-import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import current_thread, main_thread
-from types import FrameType
 
 from pdconvert.errors import InputError, PdconvertError
+from pdconvert.interrupts import uninterrupted
 from pdconvert.rename import exchange
 
-EXIT_TERMINATED = 143
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 BUILD_ENTRIES = frozenset(
     {"manifest.json", "prefill", "prefill.mlpackage", "decode", "test_vectors", "report"}
 )
@@ -36,43 +31,6 @@ BUILD_ENTRIES = frozenset(
 FULL_DISK_BYTES = 1 << 20
 # How coremltools says that it could not write, whatever the system's reason was.
 NATIVE_WRITER = "[MIL FileWriter]"
-
-
-@contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the process as an exception does, so that everything is cleaned up.
-
-    Raises:
-        SystemExit: with code 143, in the main thread, when the signal arrives.
-    """
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        sys.exit(EXIT_TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold interrupts back while something is cleaned up, so that a second Ctrl-C leaves nothing behind either."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    held: list[int] = []
-    before = {
-        number: signal.signal(number, lambda signum, frame: held.append(signum)) for number in INTERRUPTS
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for signum in held[:1]:
-            signal.raise_signal(signum)
 
 
 def is_plain_text(path: str | Path) -> bool:
@@ -128,7 +86,7 @@ def _write_and_swap(out: Path) -> Iterator[Path]:
             raise InputError(f"{refusal}, or choose another --out") from error
         raise
     finally:
-        with _uninterrupted():
+        with uninterrupted():
             if work.exists():
                 shutil.rmtree(work)
 

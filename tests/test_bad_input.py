@@ -245,6 +245,25 @@ def test_a_bad_checkpoint_is_refused(
     assert says(said, expected.replace("{}", str(checkpoint))), said
 
 
+def test_more_windows_than_the_text_gives(checkpoint: Path, tmp_path: Path, own_cache: Path) -> None:
+    args = ["build", "tiny", "--source", "checkpoint", "--set", "probe.eval_windows=1000000"]
+    said = refusal(args, tmp_path, own_cache)
+    assert says(
+        said,
+        "recipe: probe.eval_windows 1000000: the held-out text has … tokens, which give … windows of 256; "
+        "ask for fewer",
+    ), said
+
+
+def test_a_build_is_no_source(tmp_path: Path, own_cache: Path) -> None:
+    (tmp_path / "build" / "prefill.mlpackage").mkdir(parents=True)
+    said = refusal(["build", "tiny", "--source", "build", "--out", "out"], tmp_path, own_cache)
+    assert said == (
+        f"{tmp_path / 'build'}: no config.json; it holds what pdconvert writes: give the checkpoint that it was "
+        "made from"
+    )
+
+
 def test_a_type_that_is_known_is_refused_without_torch(checkpoint: Path, tmp_path: Path) -> None:
     """Before any weight is looked at, and in a fraction of a second."""
     both(config(model_type="mixtral"), gone(WEIGHTS))(checkpoint)

@@ -230,7 +230,8 @@ def test_full_disk(
 CHILD = """
 import sys, time
 from pathlib import Path
-from pdconvert.process import exit_on_sigterm, output_folder
+from pdconvert.interrupts import exit_on_sigterm
+from pdconvert.process import output_folder
 with exit_on_sigterm(), output_folder(Path(sys.argv[1]), force=False) as work:
     (work / "half").write_text("half")
     print("ready", flush=True)
@@ -267,7 +268,7 @@ def test_signals(tmp_path: Path, sent: signal.Signals, code: int, left: list[str
 
 def test_sigterm_handler_is_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as caught, process.exit_on_sigterm():
+    with pytest.raises(SystemExit) as caught, exit_on_sigterm():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
     assert caught.value.code == 143

@@ -23,7 +23,7 @@ import click
 from pdconvert import __version__
 from pdconvert.cli import build, decode, doctor, exec, inspect, lint, listing, prefill, run, verify
 from pdconvert.errors import InputError, PdconvertError
-from pdconvert.process import exit_on_sigterm
+from pdconvert.interrupts import exit_on_sigterm
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERNAL = 70

@@ -224,6 +224,8 @@ class HfDirSource(Source):
         ggufs = [name for name in names if name.lower().endswith(".gguf")]
         if ggufs:
             return f"; it holds {ggufs[0]}: give --source {self.folder / ggufs[0]}"
+        if {"prefill.mlpackage", "Manifest.json"} & set(names):
+            return "; it holds what pdconvert writes: give the checkpoint that it was made from"
         if "adapter_config.json" in names:
             return "; it holds an adapter: merge it into its base (peft: merge_and_unload) and save that"
         if any(name.startswith("consolidated.") for name in names):
