@@ -14,6 +14,7 @@ import pytest
 
 from pdconvert import process
 from pdconvert.errors import CheckFailed, InputError
+from pdconvert.interrupts import exit_on_sigterm
 from pdconvert.process import check_output, output_folder
 
 MANIFEST = {"schema": "1.0", "verdict": "pass", "prefill": {}}
