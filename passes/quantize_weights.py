@@ -1,19 +1,31 @@
-"""Weights on the grid that both halves of the pair store."""
+"""Weights on the grid that the store keeps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from pdconvert.blocks import rewrite
 from pdconvert.errors import InputError
 from pdconvert.program import Block
-from pdconvert.quant.grid import FP16_MAX, QuantizedLinear, decode_group, quantize_symmetric
+from pdconvert.quant.grid import FP16_MAX, Record, decode_group, quantize_symmetric
+from pdconvert.quant.grids import IntegerGrid, TableGrid, integer_grid, table_grid
 
-BITS = {"w8a16": 8}
+if TYPE_CHECKING:
+    from pdconvert.quant.calibration import Calibration, Grams
+
+BITS = {"w8a16": 8, "w6a16": 6, "w4a16": 4}
+GROUPED = {"per_group": 64, "per_grouped_channel": 4}
+"""Granularities with a size, and its default: input channels per scale, output channels per table."""
+GRANULARITIES = {"integer": ("per_channel", "per_group"), "lut": ("per_tensor", "per_grouped_channel")}
+FLOORS = {4: 8.0, 6: 15.0, 8: 25.0}
+"""Least SQNR of a block, dB, by bits; below it the scheme should change."""
 
 
 @dataclass(frozen=True)
@@ -23,42 +35,98 @@ class QuantizeWeights:
     Before: fp32 weights. After: values of the stored form, with the codes and scales as records of the block.
 
     Attributes:
-        scheme: `none` (fp16 weights) or `w8a16` (8-bit weights, symmetric, fp16 activations).
-        granularity: `per_channel`, one scale per output channel: the form that the ANE and MLX can both hold;
-            `per_group`, one per 64 (or 32) input channels, finer, for matrices that only MLX holds.
+        scheme: `none` (fp16 weights), or `w8a16`, `w6a16`, `w4a16`: bits of the weights, activations in fp16.
+        form: `integer`: code times scale, symmetric; `lut`: entries of tables made by k-means.
+        granularity: for integers `per_channel`, one scale per output channel, the form that the ANE and MLX can
+            both hold, or `per_group`, one per group of input channels, for MLX; for tables `per_tensor`, or
+            `per_grouped_channel`, one per group of output channels. Left out, per_channel or per_grouped_channel.
+        group_size: channels in a group; 0 takes 64 input channels (32 where 64 does not divide) or 4 output ones.
+        rounding: `nearest`, or `gptq`: by what the calibration text makes of it.
+        correction: with gptq, how far weights move to make up for the error of the layers before, 0 … 1.
+        sweeps: with gptq, passes of coordinate descent after it.
+        bits: other widths by linear, such as `{layers.0.mlp.down_proj: 8}`.
+        force: allow a form that is reported wrong on the ANE.
     """
 
     name: ClassVar[str] = "quantize_weights"
-    scheme: Literal["none", "w8a16"] = "w8a16"
-    granularity: Literal["per_channel", "per_group"] = "per_channel"
+    scheme: Literal["none", "w8a16", "w6a16", "w4a16"] = "w8a16"
+    form: Literal["integer", "lut"] = "integer"
+    granularity: Literal["per_channel", "per_group", "per_tensor", "per_grouped_channel"] | None = None
+    group_size: int = 0
+    rounding: Literal["nearest", "gptq"] = "nearest"
+    correction: float = 0.5
+    sweeps: int = 0
+    bits: dict[str, int] = field(default_factory=dict, hash=False)
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        allowed = GRANULARITIES[self.form]
+        if self.granularity is not None and self.granularity not in allowed:
+            raise InputError(
+                f"granularity {self.granularity} is not for form {self.form}; use {' or '.join(allowed)}"
+            )
+        if self.group_size and self.sizes not in GROUPED:
+            raise InputError(
+                f"group_size {self.group_size} has no meaning with granularity {self.sizes}; leave it out"
+            )
+        if self.group_size < 0 or self.sweeps < 0 or not 0 <= self.correction <= 1:
+            raise InputError("group_size and sweeps must not be negative, correction must be between 0 and 1")
+        for width in (*self.bits.values(), *([BITS[self.scheme]] if self.scheme != "none" else [])):
+            if width not in ((4, 8) if self.form == "integer" else (4, 6, 8)):
+                raise InputError(
+                    f"{width} bits are not a width of form {self.form}: integers have 4 or 8, tables also 6"
+                )
+
+    @property
+    def sizes(self) -> str:
+        """The granularity, with its default."""
+        return self.granularity or {"integer": "per_channel", "lut": "per_grouped_channel"}[self.form]
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs calibration text."""
+        return self.scheme != "none" and self.rounding == "gptq"
 
     @property
     def floor_db(self) -> float:
-        """25 dB per block for W8 (below it the scheme should change), 50 dB for fp16 weights."""
-        return 50.0 if self.scheme == "none" else 25.0
+        """Per block: 50 dB for fp16 weights, 25 dB for W8 (below it the scheme should change), 8 dB for W4."""
+        return 50.0 if self.scheme == "none" else FLOORS[min([BITS[self.scheme], *self.bits.values()])]
 
     def requires(self, block: Block) -> None:
         if block.records:
             raise InputError("quantize_weights is listed twice in the recipe")
 
     def run(self, block: Block) -> Block:
-        module = rewrite(block.module, lambda part: None)
-        records: dict[str, QuantizedLinear] = {}
-        for path, part in module.named_modules():
-            for kind, parameter in list(part._parameters.items()):
-                if parameter is None:
-                    continue
-                name = f"{path}.{kind}"
-                if kind == "weight" and self.scheme != "none" and isinstance(part, nn.Linear | nn.Conv2d):
-                    matrix = parameter.detach().flatten(1)
-                    group = decode_group(matrix.shape[1]) if self.granularity == "per_group" else 0
-                    record = quantize_symmetric(matrix, BITS[self.scheme], f"{block.name}.{name}", group)
-                    records[name] = record
-                    value = record.dequantize().view(parameter.shape)
-                else:
-                    value = to_fp16(parameter.detach(), f"{block.name}.{name}").float()
-                part._parameters[kind] = nn.Parameter(value, requires_grad=False)
-        return replace(block, module=module, records=MappingProxyType(records))
+        """Round to nearest."""
+
+        def records(name: str, matrix: Tensor) -> Record:
+            path = f"{block.name}.{name}"
+            if self.form == "integer" and self._bits(path) == 8:
+                return quantize_symmetric(matrix, 8, path, self._group(matrix))
+            grid = self._grid(matrix, None, path)
+            return grid.record(grid.nearest(matrix, torch.arange(matrix.shape[1])))
+
+        return self._with_records(block, records)
+
+    def run_on(self, block: Block, calibration: Calibration) -> Block:
+        """Round by calibration text, stage by stage."""
+        from pdconvert.quant.calibration import grams, reference_inputs, stages
+
+        device = calibration.device
+        moved = replace(block, module=rewrite(block.module, lambda part: None)).to(device)
+        order = stages(moved, next(calibration.windows(calibration.reference)))
+        inputs = reference_inputs(moved, calibration, [names[0] for names in order])
+        found: dict[str, Record] = {}
+        for names in order:
+            sums = grams(moved, calibration, names[0], inputs.pop(names[0]))
+            for name in names:
+                part = moved.module.get_submodule(name)
+                matrix = part.weight.detach().flatten(1)
+                record = self._calibrated(matrix, sums, f"{block.name}.{name}.weight")
+                found[f"{name}.weight"] = record
+                value = record.dequantize().view(part.weight.shape).to(device)
+                part._parameters["weight"] = nn.Parameter(value, requires_grad=False)
+        return self._with_records(block, lambda name, matrix: found[name])
 
     def ensures(self, before: Block, after: Block) -> None:
         linears = [
@@ -66,6 +134,53 @@ class QuantizeWeights:
         ]
         expected = set() if self.scheme == "none" else {f"{name}.weight" for name in linears}
         assert set(after.records) == expected, "a weight was skipped"
+
+    def _with_records(self, block: Block, quantize: Callable[[str, Tensor], Record]) -> Block:
+        """The block with the values of its records, and of everything else in fp16."""
+        module = rewrite(block.module, lambda part: None)
+        records: dict[str, Record] = {}
+        for path, part in module.named_modules():
+            for kind, parameter in list(part._parameters.items()):
+                if parameter is None:
+                    continue
+                name = f"{path}.{kind}"
+                if kind == "weight" and self.scheme != "none" and isinstance(part, nn.Linear | nn.Conv2d):
+                    records[name] = quantize(name, parameter.detach().flatten(1))
+                    value = records[name].dequantize().view(parameter.shape)
+                else:
+                    value = to_fp16(parameter.detach(), f"{block.name}.{name}").float()
+                part._parameters[kind] = nn.Parameter(value, requires_grad=False)
+        return replace(block, module=module, records=MappingProxyType(records))
+
+    def _calibrated(self, matrix: Tensor, sums: Grams, path: str) -> Record:
+        from pdconvert.quant.rounding import corrected, descend, gptq
+
+        target = corrected(matrix, sums.own, sums.cross, self.correction) if self.correction else matrix
+        grid = self._grid(target, sums.own, path)
+        codes = gptq(target, sums.own, grid)
+        if self.sweeps:
+            codes = descend(target, sums.own, grid, codes, sweeps=self.sweeps)
+        return grid.record(codes)
+
+    def _grid(self, matrix: Tensor, gram: Tensor | None, path: str) -> IntegerGrid | TableGrid:
+        if self.form == "integer":
+            return integer_grid(matrix, gram, self._bits(path), self._group(matrix), path)
+        importance = matrix.new_ones(matrix.shape[1]) if gram is None else gram.diagonal()
+        size = self.group_size or GROUPED["per_grouped_channel"]
+        rows = matrix.shape[0] if self.sizes == "per_tensor" else math.gcd(size, matrix.shape[0])
+        return table_grid(matrix, importance, self._bits(path), rows, path)
+
+    def _group(self, matrix: Tensor) -> int:
+        """Input channels per scale; 0 (all of them) where the size does not divide."""
+        if self.sizes != "per_group":
+            return 0
+        inputs = matrix.shape[1]
+        if not self.group_size:
+            return decode_group(inputs)
+        return self.group_size if inputs % self.group_size == 0 else 0
+
+    def _bits(self, path: str) -> int:
+        return self.bits.get(path.removesuffix(".weight"), BITS[self.scheme])
 
 
 def to_fp16(value: Tensor, name: str) -> Tensor:

@@ -12,7 +12,7 @@ from pdconvert.compile import CompiledBlock
 from pdconvert.emit.vectors import Case
 from pdconvert.lowering.contract import FunctionShape
 from pdconvert.prepare import Plan, Texts
-from pdconvert.quant.grid import QuantizedLinear
+from pdconvert.quant.store import dequantized
 from pdconvert.reference import Reference
 from pdconvert.runtime.embedding import HostEmbedding
 from pdconvert.runtime.mask import causal_mask
@@ -90,10 +90,7 @@ def _columns(cache: np.ndarray, size: int) -> np.ndarray:
 def _stored_logits(plan: Plan, blocks: Sequence[CompiledBlock], rows: range) -> np.ndarray:
     """Logits (1, V, 1, n) of probe tokens through the stored weights, de-quantized."""
     head = blocks[-1]
-    tensors = {
-        name: value.dequantize() if isinstance(value, QuantizedLinear) else value.float()
-        for name, value in head.tensors().items()
-    }
+    tensors = {name: dequantized(value) for name, value in head.tensors().items()}
     hidden = head.streams().stored[0, rows.start : rows.stop]
     logits = Reference(plan.source, plan.family, plan.spec).logits(hidden, tensors)
     return logits.T[None, :, None].numpy()

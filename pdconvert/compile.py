@@ -24,13 +24,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pdconvert.blocks import DecoderLayer, Head, Layout
+from pdconvert.calibrate import Flow
 from pdconvert.program import Block, Pass, Probe, Step, check_family, run_passes
-from pdconvert.quant.grid import QuantizedLinear, quantize_symmetric
-from pdconvert.quant.store import Stored, load_block, save_block
+from pdconvert.quant.grid import quantize_symmetric
+from pdconvert.quant.store import Stored, dequantized, load_block, save_block
 from pdconvert.reference import Reference
 
 if TYPE_CHECKING:
     from pdconvert.cache import Cache
+    from pdconvert.quant.calibration import Calibration
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Compiler:
         graph_passes: passes of the prefill graph alone, which follow those, by block name.
         raw_keys: whether k leaves the graph before RoPE.
         probe_ids, window_ids: token ids of the probe (T) and of held-out windows (N, W).
+        calibration_ids: token ids of calibration text (N, W); empty where no pass looks at it.
+        device: where calibrated passes compute.
     """
 
     reference: Reference
@@ -98,20 +102,32 @@ class Compiler:
     probe_ids: tuple[int, ...]
     window_ids: tuple[tuple[int, ...], ...]
     source_hashes: Mapping[str, str]
+    calibration_ids: tuple[tuple[int, ...], ...] = ()
+    device: str = "cpu"
 
     def compile(self, cache: Cache) -> Iterator[CompiledBlock]:
         """Yield the embedding, every layer and the head, in order; what the cache has is not done again."""
         base = self._base_key()
         steps = [("embedding", self._embedding), *((f"layers.{i}", self._layer) for i in range(self.depth))]
-        previous: CompiledBlock | None = None
+        done: list[CompiledBlock] = []
+        flow = Flow(
+            self.reference,
+            self.calibration_ids,
+            lambda: dequantized(done[0].tensors()["weight"]),
+            self.device,
+        )
         for index, (name, work) in enumerate([*steps, ("head", self._head)]):
             key = hashlib.sha256(f"{base}:{name}".encode()).hexdigest()
             folder = cache.get(key)
             if folder is None:
-                before = previous.streams() if previous else None
+                before = done[-1].streams() if done else None
+                if work == self._layer and self.calibration_ids:
+                    work = partial(
+                        work, calibration=flow.before(index - 1, lambda layer: done[layer + 1].tensors())
+                    )
                 folder = cache.put(key, partial(work, index=index - 1, streams=before))
-            previous = CompiledBlock(name, folder)
-            yield previous
+            done.append(CompiledBlock(name, folder))
+            yield done[-1]
 
     @property
     def depth(self) -> int:
@@ -159,6 +175,7 @@ class Compiler:
             "raw_keys": self.raw_keys,
             "probe": self.probe_ids,
             "windows": self.window_ids,
+            "calibration": [self.calibration_ids, self.device],
         }
         return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -167,7 +184,7 @@ class Compiler:
         weight = reference.source.read("model.embed_tokens.weight")
         stored = store_matrix(weight, self.embedding_bits, self.embedding_group, "model.embed_tokens.weight")
         save_block(folder / "tensors.safetensors", {"weight": stored})
-        values = stored.dequantize() if isinstance(stored, QuantizedLinear) else stored.float()
+        values = dequantized(stored)
         scale, size = reference.spec.embedding_scale, reference.spec.hidden_size
         probe = torch.tensor(self.probe_ids)
         width = len(self.window_ids[0]) if self.window_ids else 0
@@ -177,7 +194,9 @@ class Compiler:
         _save_flow(folder, flow)
         _save_steps(folder, [])
 
-    def _layer(self, folder: Path, index: int, streams: Streams | None) -> None:
+    def _layer(
+        self, folder: Path, index: int, streams: Streams | None, calibration: Calibration | None = None
+    ) -> None:
         reference, spec = self.reference, self.reference.spec
         assert streams is not None
         tensors = reference.read_layer(index)
@@ -193,12 +212,9 @@ class Compiler:
 
         block = self._plain_layer(index, tensors)
         outputs, first = check_family(block, probe, expected)
-        block, outputs, steps = run_passes(block, self.passes, probe, expected, outputs)
+        block, outputs, steps = run_passes(block, self.passes, probe, expected, outputs, calibration)
         stored = stored_tensors(block)
-        values = {
-            name: value.dequantize() if isinstance(value, QuantizedLinear) else value.float()
-            for name, value in stored.items()
-        }
+        values = {name: dequantized(value) for name, value in stored.items()}
         _, _, more = run_passes(block, self.graph_passes[block.name], probe, expected, outputs)
 
         shipped = reference.module(

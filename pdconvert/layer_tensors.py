@@ -85,15 +85,22 @@ def reference_state(
 
 def join_rows(parts: list[Stored]) -> Stored:
     """Stored tensors on top of each other; of records codes and scales, which have their own for every row."""
-    from pdconvert.quant.grid import QuantizedLinear
+    from pdconvert.quant.grid import LutLinear, QuantizedLinear
 
     if len(parts) == 1:
         return parts[0]
-    records = [part for part in parts if isinstance(part, QuantizedLinear)]
-    plain = [part for part in parts if not isinstance(part, QuantizedLinear)]
-    if not records:
+    plain = [part for part in parts if isinstance(part, Tensor)]
+    if len(plain) == len(parts):
         return torch.cat(plain)
     assert not plain, "a fused tensor is quantized in part"
+    tables = [part for part in parts if isinstance(part, LutLinear)]
+    if tables:
+        assert len(tables) == len(parts) and len({(part.bits, part.rows) for part in tables}) == 1, (
+            "parts of a fused tensor differ in their tables"
+        )
+        joined = [torch.cat([getattr(part, name) for part in tables]) for name in ("codes", "tables")]
+        return LutLinear(joined[0], joined[1], tables[0].bits, tables[0].rows)
+    records = [part for part in parts if isinstance(part, QuantizedLinear)]
     assert len({(part.bits, part.group) for part in records}) == 1, (
         "parts of a fused tensor differ in their grid"
     )

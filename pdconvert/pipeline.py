@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pdconvert import calibrate
 from pdconvert.cache import open_cache
 from pdconvert.cases import graph_cache, make_cases
 from pdconvert.checks import Check, verdict
@@ -27,15 +28,27 @@ from pdconvert.errors import CheckFailed
 from pdconvert.layer_tensors import by_checkpoint_name, join_rows
 from pdconvert.ledger import Ledger
 from pdconvert.lowering.contract import Part
-from pdconvert.prepare import GREEDY_TOKENS, Plan, Texts, make_compiler, make_plan, make_texts, resolve_passes
+from pdconvert.prepare import (
+    GREEDY_TOKENS,
+    Plan,
+    Texts,
+    calibration_tokens,
+    make_compiler,
+    make_plan,
+    make_texts,
+    resolve_passes,
+)
 from pdconvert.process import output_folder
 from pdconvert.progress import Progress
 from pdconvert.quant.store import Stored
+from pdconvert.recipe.passes import calibrated
 from pdconvert.report.summary import summary
 from pdconvert.sources import open_source
 from pdconvert.split import part_path, split
 
 if TYPE_CHECKING:
+    from pdconvert.cache import Cache
+    from pdconvert.program import Pass
     from pdconvert.recipe import Recipe
     from pdconvert.runtime.manifest import Manifest
     from pdconvert.runtime.tokenizer import Tokenizer
@@ -62,8 +75,12 @@ def build(
     force: bool = False,
     use_cache: bool = True,
     progress: Progress | None = None,
+    device: str = "cpu",
 ) -> BuildResult:
     """Compile a recipe into `out`, verify what was written by running it, and report.
+
+    Args:
+        device: where calibrated passes compute, "cpu" or "cuda".
 
     Raises:
         InputError: the recipe or the checkpoint cannot be built; nothing is left behind.
@@ -77,13 +94,18 @@ def build(
         texts = make_texts(plan, tokenizer)
         hashes = source.hashes()
         plan = resolve_passes(plan, texts, cache, hashes)
-        compiler = make_compiler(plan, texts, hashes)
+        calibration_ids: tuple[tuple[int, ...], ...] = ()
+        if calibrated(plan.passes):
+            with progress.stage("calibration text"):
+                calibration_ids = calibration_tokens(plan, tokenizer, cache, hashes, device)
+        compiler = make_compiler(plan, texts, hashes, calibration_ids, device)
 
         with progress.stage("compile blocks"):
             compiled = progress.bar(
                 compiler.compile(cache), "compile", total=compiler.depth + 2, unit="block"
             )
             blocks = list(compiled)
+        decode_blocks = _own_grid(plan, compiler, cache, progress) or blocks
         ledger = Ledger([step for block in blocks for step in block.steps()])
         with progress.stage("greedy tokens of the reference"):
             greedy = _greedy(compiler, texts)
@@ -92,16 +114,30 @@ def build(
             _write_packages(folder, plan, compiler, blocks, parts)
         with progress.stage("write the decode folder"):
             decode = write_decode_folder(
-                folder / "decode", plan.decode_config, decode_tensors(plan, blocks), source
+                folder / "decode", plan.decode_config, decode_tensors(plan, decode_blocks), source
             )
         cases = make_cases(plan, texts, blocks, folder / "decode")
         write_vectors(folder / "test_vectors", cases, greedy)
         store_hash, eos = _store_hash(blocks), _eos(plan, tokenizer)
-        emitted = Emitted(plan, texts, hashes, blocks, decode, store_hash, compiler.made_by(), parts, eos)
+        text_used = calibrate.describe(recipe.calibration, source.random, calibration_ids)
+        emitted = Emitted(
+            plan,
+            texts,
+            hashes,
+            blocks,
+            decode_blocks,
+            text_used,
+            decode,
+            store_hash,
+            compiler.made_by(),
+            parts,
+            eos,
+        )
         write_json(folder / "manifest.json", manifest(folder, emitted, "fail", Cost(0, 0)))
 
         with progress.stage("verify the shipped files"):
             checks = ledger.gates(recipe.gates.adapted_db)
+            check_store_equality(folder / "decode", decode_tensors(plan, decode_blocks))
             checks += _verify(folder, plan, texts, compiler, blocks, cases, greedy)
         outcome, cost = verdict(checks), Cost(time.monotonic() - started, peak_bytes())
         write_json(folder / "report" / "report.json", report(emitted, outcome, checks, ledger, cost))
@@ -116,6 +152,16 @@ def peak_bytes() -> int:
     """Peak resident size of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _own_grid(plan: Plan, compiler: Compiler, cache: Cache, progress: Progress) -> list[CompiledBlock] | None:
+    """The blocks as the MLX half stores them, where it has a grid of its own."""
+    if plan.recipe.decode.grid == "shared":
+        return None
+    no_graph: dict[str, tuple[Pass, ...]] = dict.fromkeys(compiler.graph_passes, ())
+    own = replace(compiler, passes=plan.decode_passes, graph_passes=no_graph)
+    with progress.stage("compile the decode half"):
+        return list(progress.bar(own.compile(cache), "decode half", total=own.depth + 2, unit="block"))
 
 
 def _tokenizer(plan: Plan, folder: Path) -> Tokenizer | None:
@@ -222,7 +268,6 @@ def _verify(
     from pdconvert.verify import check_case, check_cost, fp16_fault
 
     gates, shipped = plan.recipe.gates, read_manifest(folder)
-    check_store_equality(folder / "decode", decode_tensors(plan, blocks))
     checks: list[Check] = []
     for case in cases:
         checks += check_case(shipped, case, "mil", "fp32")

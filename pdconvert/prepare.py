@@ -8,10 +8,11 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from pdconvert import families, text
+from pdconvert import calibrate, families, text
 from pdconvert.blocks import stream_inputs
 from pdconvert.compile import Compiler, code_hash
 from pdconvert.errors import InputError
@@ -25,6 +26,7 @@ from pdconvert.reference import Reference
 from pdconvert.sources.base import Source
 
 if TYPE_CHECKING:
+    from passes import QuantizeWeights
     from pdconvert.cache import Cache
     from pdconvert.recipe import Recipe
     from pdconvert.runtime.tokenizer import Tokenizer
@@ -56,6 +58,27 @@ class Plan:
     def shared_passes(self) -> tuple[Pass, ...]:
         """Passes whose weights both halves store."""
         return tuple(item for item in self.passes if not _graph_only(item))
+
+    @property
+    def decode_passes(self) -> tuple[Pass, ...]:
+        """The passes of the MLX half where it has a grid of its own."""
+        from passes import QuantizeWeights
+
+        decode = self.recipe.decode
+        return tuple(
+            replace(
+                item,
+                scheme="w4a16" if decode.bits == 4 else "w8a16",
+                form="integer",
+                granularity="per_group",
+                group_size=decode.group_size or 0,
+                bits={},
+                force=True,
+            )
+            if isinstance(item, QuantizeWeights)
+            else item
+            for item in self.shared_passes
+        )
 
     def graph_passes(self, block: str) -> tuple[Pass, ...]:
         """Passes of the prefill graph alone, after those; the last ones realise the recipe's prefill section."""
@@ -136,10 +159,14 @@ def make_plan(recipe: Recipe, source: Source) -> Plan:
         raise InputError(
             "recipe: rope_as_input cannot be left out, since rope_cos and rope_sin are graph inputs"
         )
-    if any(getattr(item, "granularity", "per_channel") != "per_channel" for item in recipe.passes):
+    for item in recipe.passes:
+        if isinstance(item, QuantizeWeights):
+            _check_form(item, prefill.target)
+    if recipe.decode.grid == "own" and not any(
+        getattr(item, "scheme", "none") != "none" for item in recipe.passes
+    ):
         raise InputError(
-            "recipe: quantize_weights.granularity per_group is not for the package: integer weights in groups are "
-            "reported silently wrong on the ANE (coremltools#2510); use per_channel"
+            "recipe: decode.grid own needs passes.quantize_weights; use decode.grid shared for fp16 weights"
         )
     if all(function.past for function in prefill.functions):
         raise InputError("recipe: prefill.functions needs one without past tokens, such as {tokens: 128}")
@@ -161,6 +188,52 @@ def make_plan(recipe: Recipe, source: Source) -> Plan:
     if "quantize_weights" not in listed:
         passes = (*passes, QuantizeWeights(scheme="none"))
     return Plan(recipe, source, family, spec, shapes, decode_config, passes, tuple(notes))
+
+
+def _check_form(item: QuantizeWeights, target: str) -> None:
+    """Whether the package can hold the form of the weights.
+
+    Raises:
+        InputError: it cannot, or it is reported wrong on the ANE and not forced.
+    """
+    if item.scheme == "none":
+        return
+    if item.sizes == "per_group" and not item.force:
+        raise InputError(
+            "recipe: quantize_weights.granularity per_group is not for the package: integer weights in groups are "
+            "reported silently wrong on the ANE (coremltools#2510); use per_channel, or force: true where the "
+            "package runs elsewhere"
+        )
+    if target != "iOS18" and (item.form == "lut" or item.scheme != "w8a16" or item.sizes == "per_group"):
+        raise InputError(
+            f"recipe: quantize_weights {item.scheme} {item.form} {item.sizes} needs prefill.target iOS18, not {target}"
+        )
+
+
+def calibration_tokens(
+    plan: Plan, tokenizer: Tokenizer | None, cache: Cache, hashes: dict[str, str], device: str
+) -> tuple[tuple[int, ...], ...]:
+    """Token ids of the calibration text, (N, W); () where no pass looks at it. What the model wrote is kept."""
+    if not any(getattr(item, "calibrated", False) for item in plan.passes):
+        return ()
+    wanted, vocab = plan.recipe.calibration, plan.spec.vocab_size
+    length = min(wanted.length, plan.spec.max_positions)
+    if plan.source.random or tokenizer is None:
+        found = calibrate.random_sequences(vocab, wanted.sequences, length, wanted.seed)
+    elif wanted.file is not None:
+        found = calibrate.read_sequences(Path(wanted.file), tokenizer, wanted.sequences, length)
+    else:
+        reference = Reference(plan.source, plan.family, plan.spec)
+        inputs = [code_hash(), hashes, plan.source.config, wanted.sequences, length, wanted.seed, device]
+        key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+
+        def write(folder: Path) -> None:
+            ids = calibrate.write_sequences(reference, wanted.sequences, length, wanted.seed, device)
+            (folder / "sequences.json").write_text(json.dumps(ids))
+
+        folder = cache.get(key) or cache.put(key, write)
+        found = json.loads((folder / "sequences.json").read_text())
+    return tuple(map(tuple, found))
 
 
 @runtime_checkable
@@ -256,7 +329,13 @@ def _graph_only(item: Pass) -> bool:
     return getattr(item, "graph_only", False)
 
 
-def make_compiler(plan: Plan, texts: Texts, hashes: dict[str, str]) -> Compiler:
+def make_compiler(
+    plan: Plan,
+    texts: Texts,
+    hashes: dict[str, str],
+    calibration_ids: tuple[tuple[int, ...], ...] = (),
+    device: str = "cpu",
+) -> Compiler:
     """The compiler of a plan's blocks."""
     from passes import QuantizeWeights
 
@@ -282,4 +361,6 @@ def make_compiler(plan: Plan, texts: Texts, hashes: dict[str, str]) -> Compiler:
         probe_ids=texts.probe,
         window_ids=texts.windows,
         source_hashes=hashes,
+        calibration_ids=calibration_ids,
+        device=device,
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,10 @@ from torch import Tensor, nn
 from pdconvert.blocks import Head, KeysValuesLayer, Layout, rotate
 from pdconvert.measure import sqnr_db
 from pdconvert.model import LayerSpec
-from pdconvert.quant.grid import QuantizedLinear
+from pdconvert.quant.grid import Record
+
+if TYPE_CHECKING:
+    from pdconvert.quant.calibration import Calibration
 
 MASKED = -4e4
 """Value of a masked position: finite, since the ANE mishandles −inf (Apple's engine rules), with headroom to −65504."""
@@ -45,6 +49,10 @@ class Probe:
         tokens = slice(start, end)
         return Probe(self.hidden[:, tokens], self.positions[tokens], self.cos[tokens], self.sin[tokens])
 
+    def to(self, device: str) -> Probe:
+        """The probe on a device."""
+        return Probe(*(value.to(device) for value in (self.hidden, self.positions, self.cos, self.sin)))
+
 
 @dataclass(frozen=True)
 class Block:
@@ -64,7 +72,7 @@ class Block:
     spec: LayerSpec
     layout: Layout = field(default_factory=Layout)
     tokens: int | None = None
-    records: Mapping[str, QuantizedLinear] = field(default_factory=lambda: MappingProxyType({}))
+    records: Mapping[str, Record] = field(default_factory=lambda: MappingProxyType({}))
     factors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
@@ -72,6 +80,10 @@ class Block:
         if isinstance(self.module, Head):
             return ("logits",)
         return ("k", "v") if isinstance(self.module, KeysValuesLayer) else ("hidden", "k", "v")
+
+    def to(self, device: str) -> Block:
+        """The block with its module on a device; on the CPU the block itself."""
+        return self if device == "cpu" else replace(self, module=copy.deepcopy(self.module).to(device))
 
     def with_layout(self, module: Any, **changes: Any) -> Block:
         """This block with another module, and the new layout set on the block and on its attention."""
@@ -112,7 +124,7 @@ class Block:
                 result = self.module(hidden, self._rope(probe, size))
             else:
                 held = past and tuple(self._plain("k", part) for part in past)
-                mask = self._mask(size, past[0].shape[2] if past else 0)
+                mask = self._mask(size, past[0].shape[2] if past else 0).to(hidden.device)
                 result = self.module(hidden, self._rope(probe, size), mask, held)
         return {
             name: self._plain(name, value)[..., :length, :]
@@ -132,7 +144,8 @@ class Block:
     def _rope(self, probe: Probe, size: int) -> tuple[Tensor, ...]:
         if not self.layout.rope_inputs:
             start = probe.positions.tolist()
-            return (torch.tensor([start + [start[-1]] * (size - len(start))]),)
+            padded = [start + [start[-1]] * (size - len(start))]
+            return (torch.tensor(padded, device=probe.hidden.device),)
         cos, sin = (_pad(table[None, None], size) for table in (probe.cos, probe.sin))
         return (cos.transpose(2, 3), sin.transpose(2, 3)) if self.layout.heads_first else (cos, sin)
 
@@ -189,6 +202,18 @@ class Pass(Protocol):
         """Raise AssertionError unless the rewritten block has the promised form."""
 
 
+@runtime_checkable
+class CalibratedPass(Protocol):
+    """A pass that can look at calibration text."""
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it does."""
+
+    def run_on(self, block: Block, calibration: Calibration) -> Block:
+        """The rewritten block."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One line of the ledger: what a pass did to one block.
@@ -232,12 +257,14 @@ def run_passes(
     probe: Probe,
     original: Mapping[str, Tensor],
     outputs: Mapping[str, Tensor],
+    calibration: Calibration | None = None,
 ) -> tuple[Block, Mapping[str, Tensor], list[Step]]:
     """Run passes in order: requires, run, ensures, execute, SQNR against the original and the previous step.
 
     Args:
         original: the outputs of Hugging Face's own block on the probe.
         outputs: those of `block` as it comes in.
+        calibration: what a calibrated pass looks at.
 
     Returns:
         The rewritten block, its outputs, and one step per pass.
@@ -247,7 +274,10 @@ def run_passes(
         started = time.perf_counter()
         try:
             rewrite.requires(block)
-            new = rewrite.run(block)
+            if calibration is not None and isinstance(rewrite, CalibratedPass) and rewrite.calibrated:
+                new = rewrite.run_on(block, calibration)
+            else:
+                new = rewrite.run(block)
             rewrite.ensures(block, new)
             new_outputs = new.run(probe)
         except Exception as error:

@@ -113,7 +113,8 @@ class Reference:
             None, None
         ]
         positions = torch.arange(start, start + length)
-        output = layer(hidden, attention_mask=mask, position_embeddings=self.rope(positions), cache=cache)
+        rope = tuple(table.to(hidden.device) for table in self.rope(positions))
+        output = layer(hidden, attention_mask=mask.to(hidden.device), position_embeddings=rope, cache=cache)
         return output, cache
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:

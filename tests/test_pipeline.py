@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,12 @@ def digest(folder: Path) -> dict[str, bytes]:
     return contents
 
 
+QUANTIZER = "passes.quantize_weights."
+CALIBRATED = (f"{QUANTIZER}rounding=gptq", "calibration.sequences=4", "calibration.length=64")
+W4 = f"{QUANTIZER}scheme=w4a16"
+LUT = (W4, f"{QUANTIZER}form=lut", f"{QUANTIZER}granularity=per_grouped_channel")
+GROUPS = (f"{QUANTIZER}granularity=per_group", f"{QUANTIZER}force=true")
+
 VARIANTS = [
     (),
     ("prefill.kv.rope=raw",),
@@ -52,6 +59,18 @@ VARIANTS = [
     ("prefill.outputs=logits", "prefill.logits=all"),
     ("prefill.target=iOS16",),
     ("passes.quantize_weights.scheme=none",),
+    (W4,),
+    (W4, *CALIBRATED, f"{QUANTIZER}sweeps=1"),
+    (W4, *CALIBRATED, *GROUPS, f"{QUANTIZER}group_size=32"),
+    (*LUT, *CALIBRATED),
+    (*LUT, *CALIBRATED, "decode.grid=own", "decode.group_size=32"),
+    (
+        f"{QUANTIZER}scheme=w6a16",
+        f"{QUANTIZER}form=lut",
+        f"{QUANTIZER}granularity=per_tensor",
+        "prefill.outputs=logits",
+    ),
+    CALIBRATED,
     ("passes.eager_gqa_attention.heads=single",),
     ("passes.safe_rms_norm.method=layer_norm", "prefill.outputs=logits", "prefill.kv.rope=raw"),
 ]
@@ -122,6 +141,50 @@ def test_both_halves_hold_the_same_codes(tmp_path):
     scales = decode["model.layers.0.mlp.gate_proj.scales"][:, 0]
     assert scales.tobytes() in blob
     assert list(package.function_names) == ["prefill_128"]
+
+
+def quantizer_db(folder: Path) -> float:
+    """SQNR of the worst block after quantize_weights."""
+    steps = json.loads((folder / "report" / "report.json").read_text())["steps"]
+    return min(float(step["previous_db"]) for step in steps if step["step"] == "quantize_weights")
+
+
+def test_calibrated_rounding_loses_less_than_rounding_to_nearest(tmp_path):
+    build(tiny(W4), tmp_path / "nearest")
+    build(tiny(W4, *CALIBRATED[:1]), tmp_path / "gptq")
+    assert quantizer_db(tmp_path / "gptq") > quantizer_db(tmp_path / "nearest") + 0.5
+    used = json.loads((tmp_path / "gptq" / "manifest.json").read_text())["quantization"]["calibration"]
+    assert (used["text"], used["sequences"], used["tokens"]) == ("random tokens", 64, 64 * 512)
+    assert (
+        json.loads((tmp_path / "nearest" / "manifest.json").read_text())["quantization"]["calibration"]
+        is None
+    )
+
+
+def test_bits_are_counted_with_scales_and_tables(tmp_path):
+    """Linears of 64 and 128 inputs: 4 bits, and per row a scale of 16 bits, or per 4 rows a table of 16 · 16."""
+    build(tiny(W4), tmp_path / "integer")
+    build(tiny(*LUT, "decode.grid=own"), tmp_path / "lut")
+    counts = [
+        json.loads((tmp_path / name / "manifest.json").read_text())["quantization"]
+        for name in ("integer", "lut")
+    ]
+    rows, weights = 64 + 32 + 32 + 64 + 128 + 128 + 64, 64 * (64 + 32 + 32 + 64 + 128 + 128) + 128 * 64
+    assert counts[0]["bits_per_weight"] == pytest.approx(4 + 16 * rows / weights, abs=1e-4)
+    assert counts[1]["bits_per_weight"] == pytest.approx(4 + 256 * rows / 4 / weights, abs=1e-4)
+    assert counts[1]["decode_bits_per_weight"] == pytest.approx(4 + 16 / 64, abs=1e-4)
+
+
+def test_other_widths_for_chosen_linears(tmp_path):
+    recipe = tiny(W4)
+    passes = [
+        replace(item, bits={"layers.1.mlp.down_proj": 8}) if item.name == "quantize_weights" else item
+        for item in recipe.passes
+    ]
+    build(recipe.model_copy(update={"passes": tuple(passes)}), tmp_path / "mixed")
+    config = json.loads((tmp_path / "mixed" / "decode" / "config.json").read_text())["quantization"]
+    assert config["bits"] == 4 and config["model.layers.1.mlp.down_proj"]["bits"] == 8
+    assert verify_build(tmp_path / "mixed")["verdict"] == "pass"
 
 
 def test_a_tampered_package_fails_verification(tmp_path):

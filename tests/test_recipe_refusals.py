@@ -109,7 +109,7 @@ def test_what_is_not_yaml(tmp_path: Path, text: str, expected: str) -> None:
         ("prefil: {}", "prefil: unknown key; did you mean 'prefill'?"),
         (
             "xyzzy: 1",
-            "xyzzy: unknown key; known: decode, gates, name, passes, prefill, probe, source, version",
+            "xyzzy: unknown key; known: calibration, decode, gates, name, passes, prefill, probe, source, version",
         ),
         ("prefill: {kv: {rop: raw}}", "prefill.kv.rop: unknown key; did you mean 'rope'?"),
         (
@@ -207,7 +207,7 @@ def test_sections_that_are_refused(tmp_path: Path, line: str, expected: str) -> 
         ),
         (
             "passes: [{quantize_weights: {scheme: w8a17}}]",
-            "passes.quantize_weights.scheme: 'w8a17': expected one of none, w8a16; did you mean 'w8a16'?",
+            "passes.quantize_weights.scheme: 'w8a17': expected one of none, w8a16, w6a16, w4a16; did you mean 'w8a16'?",
         ),
         ("passes: [{quantize_weights: {scheme: 8}}]", "passes.quantize_weights.scheme: 8: expected one of"),
         ("passes: [{quantize_weights: {scheme: null}}]", "passes.quantize_weights.scheme: None: expected"),

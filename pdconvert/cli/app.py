@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import click
 
 from pdconvert import __version__
-from pdconvert.cli import build, decode, doctor, exec, inspect, lint, listing, prefill, run, verify
+from pdconvert.cli import build, decode, doctor, eval, exec, inspect, lint, listing, prefill, run, verify
 from pdconvert.errors import InputError, PdconvertError
 from pdconvert.interrupts import exit_on_sigterm
 
@@ -37,6 +37,7 @@ SUBCOMMANDS: tuple[click.Command, ...] = (
     prefill.command,
     decode.command,
     verify.command,
+    eval.command,
     inspect.command,
     exec.command,
     lint.command,

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from pdconvert.cli.params import UserPath, echo_json, json_option
+from pdconvert.errors import InputError
 from pdconvert.process import check_output
 from pdconvert.progress import Progress
 
@@ -25,6 +26,13 @@ DEFAULT_FOLDER = Path("build")
 )
 @click.option("--force", is_flag=True, help="Replace an earlier build in the output folder.")
 @click.option("--no-cache", is_flag=True, help="Neither reuse nor keep work of other builds.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where calibrated quantization computes.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the resolved recipe and stop.")
 @json_option
 @click.pass_context
@@ -36,6 +44,7 @@ def command(
     overrides: tuple[str, ...],
     force: bool,
     no_cache: bool,
+    device: str,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -52,10 +61,17 @@ def command(
     out = DEFAULT_FOLDER / resolved.name if out is None else out
     check_output(out, force=force)  # before the seconds that the imports below take
 
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise InputError(
+                "--device cuda: torch sees no CUDA device here; leave it out, or install torch for CUDA"
+            )
     from pdconvert.pipeline import build
 
     progress = Progress() if sys.stderr else Progress.silent()  # stderr may be closed
-    result = build(resolved, out, force=force, use_cache=not no_cache, progress=progress)
+    result = build(resolved, out, force=force, use_cache=not no_cache, progress=progress, device=device)
     if as_json:
         echo_json({"path": str(result.path), "verdict": result.verdict, "summary": result.summary})
     else:

@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 import pdconvert
 from pdconvert import schema
 from pdconvert.checks import Check
@@ -19,7 +21,6 @@ from pdconvert.ledger import Ledger
 from pdconvert.lowering.contract import FunctionShape, Part, input_ports, output_ports
 from pdconvert.prepare import Plan, Texts
 from pdconvert.process import list_files
-from pdconvert.quant.grid import QuantizedLinear
 from pdconvert.split import WHOLE, part_path
 
 TOOLS = (
@@ -40,6 +41,8 @@ class Emitted:
     """What the writers of manifest and report read.
 
     Attributes:
+        decode_blocks: the blocks of the MLX half: the same ones, unless it has a grid of its own.
+        calibration: what calibrated passes looked at; None where there are none.
         store_hash: SHA-256 over the quantized store, from which both halves were written.
         parts: how the package is cut.
         made_by: which pass each module comes from, by block.
@@ -50,6 +53,8 @@ class Emitted:
     texts: Texts
     hashes: dict[str, str]
     blocks: Sequence[CompiledBlock]
+    decode_blocks: Sequence[CompiledBlock]
+    calibration: dict[str, Any] | None
     decode: DecodeFolder
     store_hash: str
     made_by: dict[str, dict[str, str]]
@@ -132,7 +137,12 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             "dtype": "fp16",
             "layout": "1, layer*kv_head, head_dim, token",
         },
-        "quantization": {"quantized": plan.quantized, "bits_per_weight": bits_per_weight(emitted.blocks)},
+        "quantization": {
+            "quantized": plan.quantized,
+            "bits_per_weight": bits_per_weight(emitted.blocks),
+            "decode_bits_per_weight": bits_per_weight(emitted.decode_blocks),
+            "calibration": emitted.calibration,
+        },
         "made_by": emitted.made_by,
         "eos_token_ids": list(emitted.eos_token_ids),
         "vocab_size": spec.vocab_size,
@@ -164,10 +174,7 @@ def bits_per_weight(blocks: Sequence[CompiledBlock]) -> float:
                 if len(value.shape) == 2:
                     size = value.shape[0] * value.shape[1]
                     weights += size
-                    if isinstance(value, QuantizedLinear):
-                        bits += size * value.bits + 16 * value.scales.numel()
-                    else:
-                        bits += 16 * size
+                    bits += 16 * size if isinstance(value, Tensor) else value.stored_bits
     return round(bits / weights, 4)
 
 

@@ -2,7 +2,8 @@
 
 A record with signed codes becomes MLX's affine form without any new rounding: unsigned codes, the fp16
 scales repeated for every MLX group, and biases −2^(bits−1)·scale. MLX knows groups of 32, 64 and 128
-inputs; a weight that none of them divides is written as plain fp16 and reported.
+inputs; a weight that none of them divides is written as plain fp16 and reported, and so is one whose
+values come from lookup tables, which MLX has no form for.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ from pdconvert.errors import CheckFailed, InputError
 from pdconvert.quant.packing import code_offset, pack_words, unsigned_codes
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pdconvert.quant.grid import QuantizedLinear
+    from pdconvert.quant.grid import LutLinear, QuantizedLinear
     from pdconvert.quant.store import Stored
 
 MLX_GROUPS = (128, 64, 32)
@@ -49,7 +48,7 @@ class DecodeFolder:
         files: names of the weight files and their index.
         size_bytes: bytes of all tensors, scales and biases included.
         quantization: the `quantization` object of config.json; empty where nothing is quantized.
-        unquantized: records written as plain fp16 because no MLX group divides their inputs.
+        unquantized: records written as plain fp16 because no MLX group divides their inputs, or as tables.
         underflows: per tensor, nonzero fp32 values that became zero in fp16.
     """
 
@@ -97,6 +96,8 @@ def write_decode_folder(
         InputError: a value or an MLX bias that fp16 cannot hold.
         ValueError: a name given twice, or a record whose scales do not fit its codes.
     """
+    from torch import Tensor
+
     folder.mkdir(parents=True, exist_ok=True)
     stale = sorted(path.name for path in folder.glob("model*.safetensors"))
     if stale:
@@ -111,6 +112,8 @@ def write_decode_folder(
             record = _as_record(value)
             parameters += math.prod(value.shape)
             if record is None:
+                if not isinstance(value, Tensor):
+                    unquantized.append(name)
                 _write_plain(writer, name, value, underflows)
                 continue
             group = mlx_group(record.shape[1], record.group)
@@ -192,16 +195,26 @@ def _dequantized(record: QuantizedLinear, rows: slice) -> np.ndarray:
     return grouped.reshape(codes.shape)
 
 
-def _float_rows(value: Tensor | QuantizedLinear, rows: slice) -> np.ndarray:
+def _float_rows(value: Stored, rows: slice) -> np.ndarray:
     """Some rows of a value in fp32."""
     from torch import Tensor
 
-    return value[rows].float().numpy() if isinstance(value, Tensor) else _dequantized(value, rows)
+    from pdconvert.quant.grid import LutLinear
+
+    if isinstance(value, Tensor):
+        return value[rows].float().numpy()
+    return _looked_up(value, rows) if isinstance(value, LutLinear) else _dequantized(value, rows)
 
 
-def _write_plain(
-    writer: ShardWriter, name: str, value: Tensor | QuantizedLinear, underflows: dict[str, int]
-) -> None:
+def _looked_up(record: LutLinear, rows: slice) -> np.ndarray:
+    """Entries of the tables of some rows, fp32 (R, I)."""
+    tables = record.tables.float().numpy()
+    codes = record.codes[rows].numpy()
+    chosen = np.arange(len(record.codes))[rows] // record.rows
+    return tables[chosen[:, None], codes]
+
+
+def _write_plain(writer: ShardWriter, name: str, value: Stored, underflows: dict[str, int]) -> None:
     def halves() -> Iterator[np.ndarray]:
         for rows in _rows_at_a_time(value.shape):
             exact = _float_rows(value, rows)
@@ -264,9 +277,7 @@ def _quantization(grids: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
     }
 
 
-def _compare(
-    where: str, arrays: Mapping[str, Any], value: Tensor | QuantizedLinear, group: int | None
-) -> None:
+def _compare(where: str, arrays: Mapping[str, Any], value: Stored, group: int | None) -> None:
     """Raises CheckFailed at the first row chunk in which MLX's values differ from the store's.
 
     `group` is the MLX group of a quantized weight, None for a plain one.

@@ -19,7 +19,7 @@ from pdconvert.lowering.contract import FunctionShape, Interface, Part, input_po
 from pdconvert.lowering.export import BlockGraph, export_block, signature
 from pdconvert.model import ModelSpec
 from pdconvert.program import Block
-from pdconvert.quant.grid import QuantizedLinear
+from pdconvert.quant.grid import LutLinear, QuantizedLinear
 from pdconvert.quant.store import Stored
 
 DTYPES = {"fp16": types.fp16, "int32": types.int32}
@@ -140,12 +140,16 @@ class Lowering:
         label, value = _identifier(f"{block}.{parameter.name}"), parameter.graph_value()
         if isinstance(value, QuantizedLinear):
             return self._quantized(label, value, parameter.shape)
+        if isinstance(value, LutLinear):
+            return self._tables(label, value, parameter.shape)
         constant = mb.const(val=value.numpy().reshape(parameter.shape), name=label)
         constant.op.weight_id = label
         return constant
 
     def _quantized(self, label: str, record: QuantizedLinear, shape: tuple[int, ...]) -> Any:
         codes = record.codes.numpy().reshape(shape)
+        if record.bits == 4:
+            codes = codes.astype(types.np_int4_dtype)
         scales = record.scales.numpy().reshape(record.scales.shape + (1,) * (len(shape) - 2))
         if self.target == "iOS18":
             result = mb.constexpr_blockwise_shift_scale(data=codes, scale=scales, name=label)
@@ -163,6 +167,16 @@ class Lowering:
             raise InputError(f"{label}: weights in groups need the target iOS18, not {self.target}")
         for part, variable in parts.items():
             variable.op.weight_id = f"{label}_{part}"
+        return result
+
+    def _tables(self, label: str, record: LutLinear, shape: tuple[int, ...]) -> Any:
+        """A lookup table per group of output channels: indices (O, I, …), tables (O / rows, 1, …, 2^bits, 1)."""
+        dtype = {4: types.np_uint4_dtype, 6: types.np_uint6_dtype, 8: np.uint8}[record.bits]
+        indices = record.codes.numpy().reshape(shape).astype(dtype)
+        tables = record.tables.numpy().reshape(len(record.tables), *(1,) * (len(shape) - 1), -1, 1)
+        result = mb.constexpr_lut_to_dense(indices=indices, lut=tables, name=label)
+        for part in ("indices", "lut"):
+            result.op.inputs[part].op.weight_id = f"{label}_{part}"
         return result
 
 
@@ -185,6 +199,8 @@ class _Parameter:
             return self.value
         if isinstance(self.value, QuantizedLinear):
             return replace(self.value, scales=(self.value.scales.float() * self.factor).half())
+        if isinstance(self.value, LutLinear):
+            return replace(self.value, tables=(self.value.tables.float() * self.factor).half())
         return (self.value.float() * self.factor).half()
 
 

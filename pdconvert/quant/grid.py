@@ -1,4 +1,4 @@
-"""Symmetric integer grids: one scale per output channel, or per group of input channels."""
+"""Records of quantized weights: symmetric integers, or entries of lookup tables; and rounding to nearest."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ class QuantizedLinear:
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
+    @property
+    def stored_bits(self) -> int:
+        """Bits of codes and scales."""
+        return self.codes.numel() * self.bits + 16 * self.scales.numel()
+
     def dequantize(self) -> Tensor:
         """The fp32 weight (O, I); exact, since an 8-bit code times an fp16 scale fits fp32."""
         codes = self.codes.float()
@@ -41,6 +46,40 @@ class QuantizedLinear:
             return codes * self.scales.float()
         rows, columns = self.shape
         return (codes.view(rows, -1, self.group) * self.scales.float()[:, :, None]).view(rows, columns)
+
+
+@dataclass(frozen=True)
+class LutLinear:
+    """The record of a weight whose values are entries of lookup tables; value = tables[row // rows, code].
+
+    Attributes:
+        codes: uint8 (O, I), below 2^bits.
+        tables: fp16 (O / rows, 2^bits), ascending.
+        bits: width of a code.
+        rows: output channels that share a table.
+    """
+
+    codes: Tensor
+    tables: Tensor
+    bits: int
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits of codes and tables."""
+        return self.codes.numel() * self.bits + 16 * self.tables.numel()
+
+    def dequantize(self) -> Tensor:
+        """The fp32 weight (O, I)."""
+        grouped = self.codes.reshape(len(self.tables), -1).long()
+        return self.tables.float().gather(1, grouped).view(self.codes.shape)
+
+
+Record = QuantizedLinear | LutLinear
 
 
 DECODE_GROUPS = (64, 32)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
-from pdconvert.recipe.passes import dump_passes, parse_passes, quantizes
+from pdconvert.recipe.passes import calibrated, dump_passes, fewest_bits, parse_passes, quantizes
 from pdconvert.recipe.source import SourceSpec
 from pdconvert.recipe.strict import Strict, fail
 
@@ -114,14 +114,26 @@ class Decode(Strict):
     """The MLX half.
 
     Attributes:
-        grid: `shared`: the linears hold the same quantized values as the package.
+        grid: `shared`: the linears hold the same quantized values as the package; `own`: integers in groups of
+            input channels, which MLX holds best, with a quantization of their own.
+        bits: of the linears' own grid.
+        group_size: input channels that share a scale there.
         embedding_bits: of the token embedding; left out, 8 where weights are quantized, else 16.
         head_bits: of the output head, by the same rule.
     """
 
-    grid: Literal["shared"] = "shared"
+    grid: Literal["shared", "own"] = "shared"
+    bits: Literal[4, 8] | None = None
+    group_size: Literal[32, 64, 128] | None = None
     embedding_bits: Literal[8, 16] | None = None
     head_bits: Literal[8, 16] | None = None
+
+    @model_validator(mode="after")
+    def _sizes_need_own_grid(self) -> Self:
+        for name in ("bits", "group_size"):
+            if self.grid == "shared" and getattr(self, name) is not None:
+                fail("has no meaning with decode.grid shared; set decode.grid to own", path=[name])
+        return self
 
 
 class Gates(Strict):
@@ -174,6 +186,14 @@ class Gates(Strict):
         return tuple(names)
 
 
+class LowBitGates(Gates):
+    """The defaults where weights have fewer than 8 bits: what a good 4-bit build reaches."""
+
+    kv_db: float = 10.0
+    kld: float = Field(default=0.3, ge=0)
+    top1: float = Field(default=0.7, ge=0, le=1)
+
+
 class Probe(Strict):
     """What the checks run on.
 
@@ -184,6 +204,22 @@ class Probe(Strict):
 
     text: str | None = Field(default=None, min_length=1)
     eval_windows: int = Field(default=4, ge=1)
+
+
+class CalibrationText(Strict):
+    """What calibrated passes look at: by default text that the model writes itself.
+
+    Attributes:
+        file: a text file, or a JSONL file whose lines have a `text`; left out, the model writes.
+        sequences: number of token sequences.
+        length: tokens in each.
+        seed: of what is drawn.
+    """
+
+    file: str | None = Field(default=None, min_length=1)
+    sequences: int = Field(default=64, ge=1)
+    length: int = Field(default=512, ge=8, le=8192)
+    seed: int = Field(default=0, ge=0)
 
 
 class Recipe(Strict):
@@ -198,6 +234,7 @@ class Recipe(Strict):
         decode: the MLX half.
         gates: what the build must reach.
         probe: what the checks run on.
+        calibration: what calibrated passes look at.
     """
 
     version: Literal[1]
@@ -206,8 +243,9 @@ class Recipe(Strict):
     prefill: Prefill = Prefill()
     passes: tuple[Any, ...]
     decode: Decode = Field(default=Decode(), validate_default=True)
-    gates: Gates = Gates()
+    gates: Gates = Field(default_factory=dict, validate_default=True)
     probe: Probe = Probe()
+    calibration: CalibrationText = CalibrationText()
 
     @field_validator("passes", mode="before")
     @classmethod
@@ -221,11 +259,21 @@ class Recipe(Strict):
         if "passes" not in info.data:
             return decode
         bits: Literal[8, 16] = 8 if quantizes(info.data["passes"]) else 16
+        own = decode.grid == "own"
         return Decode(
             grid=decode.grid,
+            bits=(decode.bits or 4) if own else None,
+            group_size=(decode.group_size or 64) if own else None,
             embedding_bits=decode.embedding_bits or bits,
             head_bits=decode.head_bits or bits,
         )
+
+    @field_validator("gates", mode="before")
+    @classmethod
+    def _choose_gates(cls, data: Any, info: Any) -> Any:
+        """The gates of the recipe's weights; `passes` is validated before."""
+        low = fewest_bits(info.data.get("passes", ())) < 8
+        return LowBitGates.model_validate(data) if low and isinstance(data, dict) else data
 
     @field_serializer("passes")
     def _dump_passes(self, passes: tuple[Any, ...]) -> list[Any]:
@@ -240,8 +288,13 @@ class Recipe(Strict):
             del data["prefill"]["split_model"]
         else:
             data["prefill"]["split_model"] = {key: value for key, value in split.items() if value is not None}
+        data["decode"] = {key: value for key, value in data["decode"].items() if value is not None}
         if data["gates"]["reason"] is None:
             del data["gates"]["reason"]
         if data["probe"]["text"] is None:
             del data["probe"]["text"]
+        if not calibrated(self.passes):
+            del data["calibration"]
+        elif data["calibration"]["file"] is None:
+            del data["calibration"]["file"]
         return data

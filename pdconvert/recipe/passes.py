@@ -112,3 +112,18 @@ def dump_passes(values: Iterable[Any]) -> list[Any]:
 def quantizes(values: Iterable[Any]) -> bool:
     """Whether the passes leave quantized weights."""
     return any(value.name == "quantize_weights" and value.scheme != "none" for value in values)
+
+
+def calibrated(values: Iterable[Any]) -> bool:
+    """Whether a pass looks at calibration text."""
+    return any(getattr(value, "calibrated", False) for value in values)
+
+
+def fewest_bits(values: Iterable[Any]) -> int:
+    """Bits of the narrowest weights that the passes leave."""
+    from passes.quantize_weights import BITS
+
+    chosen = [value for value in values if value.name == "quantize_weights" and value.scheme != "none"]
+    return min(
+        (width for value in chosen for width in (BITS[value.scheme], *value.bits.values())), default=16
+    )

@@ -5,7 +5,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from pdconvert.quant.grid import QuantizedLinear, quantize_symmetric
+from pdconvert.quant.grid import LutLinear, QuantizedLinear, quantize_symmetric
+from pdconvert.quant.grids import table_grid
 from pdconvert.quant.store import Stored, load_block, save_block
 
 
@@ -16,7 +17,10 @@ def block(seed: int = 0) -> dict[str, Stored]:
     def matrix(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator)
 
+    weight = matrix(8, 32)
+    tables = table_grid(weight, torch.ones(32), 4, 4, "o")
     return {
+        "self_attn.o_proj.weight": tables.record(tables.nearest(weight, torch.arange(32))),
         "self_attn.q_proj.weight": quantize_symmetric(matrix(6, 32), 8, "q"),
         "norm.weight": matrix(32).half(),
         "mlp.up_proj.weight": quantize_symmetric(matrix(4, 64), 8, "up", 32),
@@ -34,6 +38,10 @@ def assert_equal(one: dict[str, Stored], other: dict[str, Stored]) -> None:
             assert (found.bits, found.group) == (value.bits, value.group)
             assert torch.equal(found.codes, value.codes) and torch.equal(found.scales, value.scales)
             assert (found.codes.dtype, found.scales.dtype) == (torch.int8, torch.float16)
+        elif isinstance(value, LutLinear):
+            assert isinstance(found, LutLinear) and (found.bits, found.rows) == (value.bits, value.rows)
+            assert torch.equal(found.codes, value.codes) and torch.equal(found.tables, value.tables)
+            assert (found.codes.dtype, found.tables.dtype) == (torch.uint8, torch.float16)
         else:
             assert isinstance(found, Tensor) and found.dtype == value.dtype and torch.equal(found, value)
 
