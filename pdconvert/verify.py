@@ -62,7 +62,9 @@ def fp16_fault(manifest: Manifest, case: Case) -> Fault | None:
         taken = {
             name: inputs[name][:, rows] if name.startswith("past_") else inputs[name] for name in part.inputs
         }
-        trace = Tracer(Package.open(part.package), case.function, weight_cache_bytes=0).run(taken)
+        tracer = Tracer(Package.open(part.package), case.function, weight_cache_bytes=0)
+        tracer.set_states(case.states)
+        trace = tracer.run(taken)
         fault = find_fault(trace.rows, manifest.made_by)
         if fault is not None:
             return fault
@@ -73,9 +75,18 @@ def fp16_fault(manifest: Manifest, case: Case) -> Fault | None:
 def check_case(manifest: Manifest, case: Case, executor: str, mode: str) -> list[Check]:
     """Run one function of the package on a case's inputs; one check per output."""
     session = open_function(manifest, case.function, kind=executor, mode=mode, weight_cache_bytes=0)
-    got = session.run(case.inputs)
+    state = session.make_state()
+    for name, held in case.states.items():
+        session.write_state(state, name, held)
+    got = session.run(case.inputs, state)
     label = f"{session.kind} {mode}" if session.kind == "mil" else session.kind
     checks = []
+    for name in case.states:
+        side = name.partition("_")[0]
+        after = torch.from_numpy(state_after(case, name, case.expected[side]))
+        db = sqnr_db(after, torch.from_numpy(session.read_state(state, name)).float())
+        floor = case.tolerances[side][mode if session.kind == "mil" else "fp16"]
+        checks.append(Check(f"{case.name}, {label}: {name}", "sqnr_db", db, floor))
     for name, expected in case.expected.items():
         floor = case.tolerances[name][mode if session.kind == "mil" else "fp16"]
         value = torch.as_tensor(got[name])
@@ -94,6 +105,14 @@ def check_case(manifest: Manifest, case: Case, executor: str, mode: str) -> list
             db = sqnr_db(torch.from_numpy(expected).float(), value.float())
             checks.append(Check(f"{case.name}, {label}: {name}", "sqnr_db", db, floor))
     return checks
+
+
+def state_after(case: Case, name: str, new: np.ndarray) -> np.ndarray:
+    """What a state (L, H·D, 1, N) must hold after a case: new keys or values (1, L·H, D, S) where `write` says."""
+    columns = case.inputs["write"][0, 0].argmax(1)[: case.tokens]
+    after = np.array(case.states[name], np.float32)
+    after[..., columns] = new[..., : case.tokens].reshape(*after.shape[:3], -1)
+    return after
 
 
 def check_tokens(

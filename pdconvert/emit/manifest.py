@@ -16,7 +16,7 @@ from pdconvert.checks import Check
 from pdconvert.compile import CompiledBlock, step_to_json
 from pdconvert.emit.mlx import DecodeFolder
 from pdconvert.ledger import Ledger
-from pdconvert.lowering.contract import FunctionShape, Part, input_ports, output_ports
+from pdconvert.lowering.contract import FunctionShape, Part, input_ports, output_ports, state_ports
 from pdconvert.prepare import Plan, Texts
 from pdconvert.process import list_files
 from pdconvert.quant.grid import QuantizedLinear
@@ -147,11 +147,13 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
 
 
 def _function(plan: Plan, shape: FunctionShape, part: Part | None) -> dict[str, Any]:
+    states = [port.manifest() for port in state_ports(plan.spec, plan.interface)]
     return {
         "sequence_length": shape.tokens,
         "past_length": shape.past,
         "inputs": [port.manifest() for port in input_ports(plan.spec, shape, plan.interface, part)],
         "outputs": [port.manifest() for port in output_ports(plan.spec, shape, plan.interface, part)],
+        **({"states": states} if states else {}),
     }
 
 

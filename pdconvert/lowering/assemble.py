@@ -15,7 +15,14 @@ from coremltools.converters.mil.mil import Function, Program, types
 from pdconvert.blocks import KeysValuesLayer
 from pdconvert.errors import InputError
 from pdconvert.lowering.aten import ROWS, slice_axis
-from pdconvert.lowering.contract import FunctionShape, Interface, Part, input_ports, output_ports
+from pdconvert.lowering.contract import (
+    FunctionShape,
+    Interface,
+    Part,
+    input_ports,
+    output_ports,
+    state_ports,
+)
 from pdconvert.lowering.export import BlockGraph, export_block, signature
 from pdconvert.model import ModelSpec
 from pdconvert.program import Block
@@ -66,6 +73,8 @@ class Lowering:
         for shape in shapes:
             ports = input_ports(self.spec, shape, self.interface, part)
             inputs = {port.name: mb.placeholder(shape=port.shape, dtype=DTYPES[port.dtype]) for port in ports}
+            for port in state_ports(self.spec, self.interface):
+                inputs[port.name] = mb.state_tensor_placeholder(port.shape, DTYPES[port.dtype])
             with Function(inputs, opset_version=getattr(ct.target, self.target)) as function:
                 function.set_outputs(self._function(dict(function.inputs), shape, part))
             program.add_function(shape.name, function)
@@ -77,14 +86,13 @@ class Lowering:
         hidden = inputs["hidden"] if "hidden" in inputs else self._embed(inputs["token_ids"])
         caches: dict[str, list[Any]] = {"k": [], "v": []}
         rope_mask = [inputs["rope_cos"], inputs["rope_sin"], inputs["mask"]]
+        held = {
+            port.name: mb.read_state(input=inputs[port.name], name=f"{port.name}_before")
+            for port in state_ports(self.spec, self.interface)
+        }
         for index, block in enumerate(self.skeletons[part.first : part.last]):
-            heads = block.spec.kv_heads
             attends = shape.past and not isinstance(block.module, KeysValuesLayer)
-            past = [
-                slice_axis(f"{_identifier(block.name)}_{name}", inputs[name], 1, index * heads, heads)
-                for name in ("past_k", "past_v")
-                if attends
-            ]
+            past = _past(block, index, shape, inputs, held) if attends else []
             results = dict(
                 zip(block.outputs, self._block(block, shape, [hidden, *rope_mask, *past]), strict=True)
             )
@@ -92,6 +100,8 @@ class Lowering:
             for name, values in caches.items():
                 values.append(results[name])
         outputs = [_gather_cache(values, name) for name, values in caches.items()]
+        if held:
+            _write_states(inputs, held, outputs)
         if not part.ends:
             outputs.append(mb.identity(x=hidden, name="next_hidden"))
         elif self.interface.outputs == "logits":
@@ -264,6 +274,41 @@ def _gather_cache(values: Sequence[Any], name: str) -> Any:
         if len(values) == 1
         else mb.concat(values=list(values), axis=1, name=name)
     )
+
+
+def _past(
+    block: Block, index: int, shape: FunctionShape, inputs: dict[str, Any], held: dict[str, Any]
+) -> list[Any]:
+    """Keys and values (1, heads, D, C) of a layer's past, from the inputs or from what the states held before."""
+    heads, dim, label = block.spec.kv_heads, block.spec.head_dim, _identifier(block.name)
+    if not held:
+        return [
+            slice_axis(f"{label}_{name}", inputs[name], 1, index * heads, heads)
+            for name in ("past_k", "past_v")
+        ]
+    past = []
+    for name, state in held.items():
+        end = [index + 1, heads * dim, 1, shape.past]
+        layer = mb.slice_by_index(x=state, begin=[index, 0, 0, 0], end=end, name=f"{label}_{name}")
+        past.append(mb.reshape(x=layer, shape=[1, heads, dim, shape.past], name=f"{label}_past_{name[0]}"))
+    return past
+
+
+def _write_states(inputs: dict[str, Any], held: dict[str, Any], new: Sequence[Any]) -> None:
+    """Put the new keys and values (1, L·heads, D, S) into the columns that `write` (1, 1, S, N) names.
+
+    A product with one-hot rows places them and is exact; the rest of a column keeps what it held. No bound is
+    known at run time only, which the Neural Engine's compiler would refuse.
+    """
+    written = mb.reduce_sum(x=inputs["write"], axes=[2], keep_dims=True, name="written")
+    kept = mb.sub(x=np.float16(1), y=written, name="kept")
+    for (name, state), value in zip(held.items(), new, strict=True):
+        placed = mb.matmul(x=value, y=inputs["write"], name=f"{name}_placed")
+        placed = mb.reshape(x=placed, shape=state.shape, name=f"{name}_new")
+        rest = mb.mul(x=state, y=kept, name=f"{name}_rest")
+        mb.coreml_update_state(
+            state=inputs[name], value=mb.add(x=rest, y=placed, name=f"{name}_after"), name=f"{name}_update"
+        )
 
 
 def _scope(node: torch.fx.Node) -> str:

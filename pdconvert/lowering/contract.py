@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,12 @@ from torch import Tensor, nn
 from pdconvert.blocks import Head, KeysValuesLayer
 from pdconvert.model import ModelSpec
 from pdconvert.program import Block
+
+STATES = ("k_cache", "v_cache")
+"""Names of the states."""
+
+STATE_STEP = 32
+"""Axes of a state that are a multiple of this are known to work (coremltools#2631: 270 fails, 256 works)."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class FunctionShape:
 
 @dataclass(frozen=True)
 class Port:
-    """A graph input or output. Dtypes are Core ML's names: "fp16" or "int32"."""
+    """A graph input, output or state. Dtypes are Core ML's names: "fp16" or "int32"."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,11 +82,19 @@ class Interface:
         embedding: "host" or "graph".
         outputs: "kv" or "logits".
         logits: "row" or "all".
+        state_columns: tokens that the states hold; 0 where the past is an input.
     """
 
     embedding: str = "host"
     outputs: str = "kv"
     logits: str = "row"
+    state_columns: int = 0
+
+
+def state_columns(shapes: Sequence[FunctionShape]) -> int:
+    """Tokens that states need for these functions, as a multiple that the Neural Engine takes for a last axis."""
+    longest = max(shape.keys for shape in shapes)
+    return -(-longest // STATE_STEP) * STATE_STEP
 
 
 def input_ports(
@@ -95,7 +110,9 @@ def input_ports(
         ports = [Port("hidden", (1, spec.hidden_size, 1, tokens), ("1", "hidden", "1", "token"))]
     ports += [Port("rope_cos", *rope), Port("rope_sin", *rope)]
     ports.append(Port("mask", (1, 1, shape.keys, tokens), ("1", "1", "key", "token")))
-    if past:
+    if interface.state_columns:
+        ports.append(Port("write", (1, 1, tokens, interface.state_columns), ("1", "1", "token", "column")))
+    elif past:
         cache = (1, (part.last - part.first) * spec.kv_heads, spec.head_dim, past)
         axes = ("1", "layer*kv_head", "head_dim", "past_token")
         ports += [Port("past_k", cache, axes), Port("past_v", cache, axes)]
@@ -120,6 +137,18 @@ def output_ports(
         rows, axis = (1, "1") if interface.logits == "row" else (shape.tokens, "token")
         ports.append(Port("logits", (1, spec.vocab_size, 1, rows), ("1", "vocabulary", "1", axis)))
     return ports
+
+
+def state_ports(spec: ModelSpec, interface: Interface) -> list[Port]:
+    """The states of every function: the keys and the values of all tokens so far; none where the past is an input.
+
+    Layers first, then the channels of all heads: every axis but the first is one that the Neural Engine takes, for
+    any number of layers and heads.
+    """
+    if not interface.state_columns:
+        return []
+    shape = len(spec.layers), spec.kv_heads * spec.head_dim, 1, interface.state_columns
+    return [Port(name, shape, ("layer", "kv_head*head_dim", "1", "column")) for name in STATES]
 
 
 class ContractForm(nn.Module):

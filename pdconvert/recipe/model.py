@@ -24,7 +24,7 @@ class KvForm(Strict):
 
     Attributes:
         rope: `rotated` (keys after RoPE) or `raw` (before it).
-        storage: `io` (graph outputs) or `state` (a Core ML state; iOS 18 and later).
+        storage: of those before a call: `io` (the host's, an input) or `state` (Core ML states; iOS 18 and later).
     """
 
     rope: Literal["rotated", "raw"] = "rotated"
@@ -99,6 +99,11 @@ class Prefill(Strict):
                 fail(f"{name} is listed twice", path=["functions", index])
             if name.startswith("decode_") and self.outputs != "logits":
                 fail(f"{name} decodes, which needs prefill.outputs: logits", path=["functions", index])
+        if self.kv.storage == "state":
+            if self.kv.rope == "raw":
+                fail("state holds rotated keys, which raw keys are not; use io", path=["kv", "storage"])
+            if self.split_model is not None:
+                fail("state is of one package, which split_model cuts; use io", path=["kv", "storage"])
         if self.target in ("iOS16", "iOS17"):
             if self.kv.storage == "state":
                 fail(f"state needs prefill.target iOS18 or later, not {self.target}", path=["kv", "storage"])

@@ -16,7 +16,7 @@ DECODE_FOLDER = "decode"
 
 @dataclass(frozen=True)
 class Port:
-    """One input or output of a function."""
+    """One input, output or state of a function."""
 
     name: str
     role: str
@@ -26,13 +26,18 @@ class Port:
 
 @dataclass(frozen=True)
 class Function:
-    """One static entry point of the package: `tokens` new tokens on up to `past` cached ones."""
+    """One static entry point of the package: `tokens` new tokens on up to `past` cached ones.
+
+    Attributes:
+        states: keys and values that live on from call to call; none where the past is an input.
+    """
 
     name: str
     tokens: int
     past: int
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+    states: tuple[Port, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,8 +174,9 @@ def _part(
 
 
 def _function(name: str, fields: _Fields) -> Function:
-    inputs, outputs = (tuple(_port(item) for item in fields.objects(key)) for key in ("inputs", "outputs"))
-    return Function(name, fields.integer("sequence_length"), fields.integer("past_length"), inputs, outputs)
+    keys = ("inputs", "outputs", *(["states"] if "states" in fields.values else []))
+    ports = [tuple(_port(item) for item in fields.objects(key)) for key in keys]
+    return Function(name, fields.integer("sequence_length"), fields.integer("past_length"), *ports)
 
 
 def _port(fields: _Fields) -> Port:

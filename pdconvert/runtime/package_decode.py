@@ -10,7 +10,8 @@ import numpy as np
 from pdconvert.errors import InputError
 from pdconvert.runtime.handoff import KeysValues
 from pdconvert.runtime.manifest import Function
-from pdconvert.runtime.prefill import Past, Prefill
+from pdconvert.runtime.past import Past
+from pdconvert.runtime.prefill import Prefill
 
 
 def decode_functions(functions: Iterable[Function]) -> tuple[Function, ...]:
@@ -64,7 +65,7 @@ class PackageDecoder:
             kv: what the package gave for the prompt.
             capacity: tokens that it shall hold without growing.
         """
-        past = Past(self.prefill.manifest, kv)
+        past = self.prefill.new_past(kv)
         past.reserve(min(capacity, self.functions[-1].past))
         return past
 
