@@ -10,7 +10,7 @@ import torch
 
 from pdconvert.compile import CompiledBlock
 from pdconvert.emit.vectors import Case
-from pdconvert.lowering.contract import FunctionShape, state_ports
+from pdconvert.lowering.contract import FunctionShape, output_ports, state_ports
 from pdconvert.prepare import Plan, Texts
 from pdconvert.quant.grid import QuantizedLinear
 from pdconvert.reference import Reference
@@ -82,7 +82,10 @@ def _case(
             inputs["row"][0, 0, len(ids) - 1] = 1
             rows = rows[-1:]
         size = 1 if prefill.logits == "row" else shape.tokens
-        expected["logits"] = _columns(_stored_logits(plan, blocks, rows), size)
+        logits = _columns(_stored_logits(plan, blocks, rows), size)
+        ports = [p for p in output_ports(plan.spec, shape, plan.interface) if p.role == "logits"]
+        cuts = np.cumsum([port.shape[1] for port in ports])[:-1]
+        expected |= dict(zip((port.name for port in ports), np.split(logits, cuts, 1), strict=True))
     floors = {"fp32": plan.recipe.gates.graph_db, "fp16": plan.recipe.gates.fp16_db}
     return Case(shape.name, shape.name, ids, inputs, expected, dict.fromkeys(expected, floors), states)
 

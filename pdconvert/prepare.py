@@ -59,11 +59,13 @@ class Plan:
 
     def graph_passes(self, block: str) -> tuple[Pass, ...]:
         """Passes of the prefill graph alone, after those; the last ones realise the recipe's prefill section."""
-        from passes import FixShapes, TruncateLastLayer
+        from passes import FixShapes, SplitHead, TruncateLastLayer
 
         chosen = tuple(item for item in self.passes if _graph_only(item))
         if block == "head":
-            return chosen
+            prefill = self.recipe.prefill
+            long = prefill.outputs == "logits" and self.spec.vocab_size > prefill.head_limit
+            return (*chosen, SplitHead(prefill.head_limit)) if long else chosen
         if block == f"layers.{len(self.spec.layers) - 1}" and self.recipe.prefill.outputs == "kv":
             chosen = (*chosen, TruncateLastLayer())
         return (*chosen, FixShapes(tokens=max(shape.tokens for shape in self.shapes if not shape.past)))
@@ -81,7 +83,7 @@ class Plan:
         """The package's choice of inputs and outputs."""
         prefill = self.recipe.prefill
         columns = state_columns(self.shapes) if prefill.kv.storage == "state" else 0
-        return Interface(prefill.embedding, prefill.outputs, prefill.logits, columns)
+        return Interface(prefill.embedding, prefill.outputs, prefill.logits, columns, prefill.head_limit)
 
     @property
     def decode_only_matrices(self) -> bool:

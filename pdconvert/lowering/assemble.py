@@ -32,6 +32,7 @@ from pdconvert.quant.store import Stored
 DTYPES = {"fp16": types.fp16, "int32": types.int32}
 SPECIFICATION_VERSIONS = {"iOS16": 7, "iOS17": 8, "iOS18": 9}
 VIEWS = ("aten.view.default", "aten.reshape.default")
+NARROWS = ("aten.narrow.default", "aten.narrow.int")
 LoadBlock = Callable[[str], Mapping[str, Stored]]
 
 
@@ -105,7 +106,7 @@ class Lowering:
         if not part.ends:
             outputs.append(mb.identity(x=hidden, name="next_hidden"))
         elif self.interface.outputs == "logits":
-            outputs.append(self._logits(hidden, inputs.get("row"), shape))
+            outputs += self._logits(hidden, inputs.get("row"), shape)
         wanted = [port.name for port in output_ports(self.spec, shape, self.interface, part)]
         assert [output.name for output in outputs] == wanted, "outputs differ from the contract"
         return outputs
@@ -120,15 +121,19 @@ class Lowering:
             rows = mb.mul(x=rows, y=np.float16(scale), name="embedding_scaled")
         return mb.expand_dims(x=mb.transpose(x=rows, perm=[0, 2, 1]), axes=[2], name="embedding_hidden")
 
-    def _logits(self, hidden: Any, row: Any, shape: FunctionShape) -> Any:
-        """hidden (1, H, 1, S) → logits (1, V, 1, S), or (1, V, 1, 1) of one row by a one-hot `row` (1, 1, S, 1)."""
+    def _logits(self, hidden: Any, row: Any, shape: FunctionShape) -> list[Any]:
+        """hidden (1, H, 1, S) → logits (1, V, 1, S), or (1, V, 1, 1) of one row by a one-hot `row` (1, 1, S, 1).
+
+        Of a head in parts, the logits of each.
+        """
         if row is not None:
             size, shape = self.spec.hidden_size, FunctionShape(1)
             states = mb.reshape(x=hidden, shape=[1, 1, size, hidden.shape[3]], name="head_states")
             chosen = mb.matmul(x=states, y=row, name="head_row")
             hidden = mb.reshape(x=chosen, shape=[1, size, 1, 1], name="head_hidden")
-        (logits,) = self._block(self.skeletons[-1], shape, [hidden])
-        return mb.identity(x=logits, name="logits")
+        pieces = self._block(self.skeletons[-1], shape, [hidden])
+        names = ["logits"] if len(pieces) == 1 else [f"logits_{index + 1}" for index in range(len(pieces))]
+        return [mb.identity(x=piece, name=name) for name, piece in zip(names, pieces, strict=True)]
 
     def _block(self, block: Block, shape: FunctionShape, inputs: Sequence[Any]) -> list[Any]:
         """Lower one block: its graph with its constants; `inputs` beyond what it takes are left out."""
@@ -147,7 +152,7 @@ class Lowering:
 
     def _constant(self, block: str, parameter: _Parameter) -> Any:
         """A parameter as a MIL constant; equal names share one blob across functions."""
-        label, value = _identifier(f"{block}.{parameter.name}"), parameter.graph_value()
+        label, value = _identifier(f"{block}.{parameter.name}{parameter.suffix}"), parameter.graph_value()
         if isinstance(value, QuantizedLinear):
             return self._quantized(label, value, parameter.shape)
         constant = mb.const(val=value.numpy().reshape(parameter.shape), name=label)
@@ -182,20 +187,29 @@ class _Parameter:
 
     Attributes:
         factor: what the graph multiplies the stored value by; of a record, its scales.
+        rows: (first, one beyond the last) of the outputs that the graph takes; all where None.
     """
 
     name: str
     value: Stored
     shape: tuple[int, ...]
     factor: float = 1.0
+    rows: tuple[int, int] | None = None
+
+    @property
+    def suffix(self) -> str:
+        """What tells parts of one parameter apart."""
+        return "" if self.rows is None else f".{self.rows[0]}"
 
     def graph_value(self) -> Stored:
         """The stored value times the factor, rounded to fp16 once more where the factor is no power of two."""
-        if self.factor == 1:
-            return self.value
+        span = slice(*(self.rows or (None,)))
         if isinstance(self.value, QuantizedLinear):
-            return replace(self.value, scales=(self.value.scales.float() * self.factor).half())
-        return (self.value.float() * self.factor).half()
+            codes, scales = self.value.codes[span], self.value.scales[span]
+            scales = scales if self.factor == 1 else (scales.float() * self.factor).half()
+            return replace(self.value, codes=codes, scales=scales)
+        value = self.value[span]
+        return value if self.factor == 1 else (value.float() * self.factor).half()
 
 
 @dataclass
@@ -222,6 +236,14 @@ class _Walk:
             parameter = self.parameters[source.name]
             self.parameters[node.name] = replace(parameter, shape=tuple(node.meta["val"].shape))
             return
+        if target in NARROWS and isinstance(source, torch.fx.Node) and source.name in self.parameters:
+            parameter = self.parameters[source.name]
+            arguments: Any = node.args[1:]
+            axis, first, length = arguments
+            assert axis == 0 and parameter.rows is None, "a parameter is cut along its outputs, once"
+            size = tuple(node.meta["val"].shape)
+            self.parameters[node.name] = replace(parameter, rows=(first, first + length), shape=size)
+            return
         if _only_feeds_products(node):
             return
         if target not in ROWS:
@@ -234,8 +256,8 @@ class _Walk:
             (x, flip_x), (y, flip_y) = (_transposed(argument) for argument in node.args)
             self.values[node.name] = ROWS[target](name, self._value(x), self._value(y), flip_x, flip_y)
             return
-        arguments = [self._value(argument) for argument in node.args]
-        self.values[node.name] = ROWS[target](name, *arguments, **node.kwargs)
+        values = [self._value(argument) for argument in node.args]
+        self.values[node.name] = ROWS[target](name, *values, **node.kwargs)
 
     def _value(self, argument: Any) -> Any:
         if isinstance(argument, torch.fx.Node):

@@ -47,11 +47,12 @@ class Port:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     dtype: str = "fp16"
+    role: str = ""
 
     def manifest(self) -> dict[str, Any]:
-        """The port as the manifest lists it; the role is the name that the contract gives."""
-        axes, shape = list(self.axes), list(self.shape)
-        return {"name": self.name, "role": self.name, "shape": shape, "dtype": self.dtype, "axes": axes}
+        """The port as the manifest lists it; the role is the name unless several ports share one."""
+        axes, shape, role = list(self.axes), list(self.shape), self.role or self.name
+        return {"name": self.name, "role": role, "shape": shape, "dtype": self.dtype, "axes": axes}
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,20 @@ class Interface:
         outputs: "kv" or "logits".
         logits: "row" or "all".
         state_columns: tokens that the states hold; 0 where the past is an input.
+        head_limit: most token ids of one output of logits.
     """
 
     embedding: str = "host"
     outputs: str = "kv"
     logits: str = "row"
     state_columns: int = 0
+    head_limit: int = 16384
+
+
+def vocabulary_parts(vocabulary: int, limit: int) -> tuple[tuple[int, int], ...]:
+    """Runs of token ids, (first, one beyond the last), as few and as equal as the limit allows."""
+    size = -(-vocabulary // -(-vocabulary // limit))
+    return tuple((first, min(first + size, vocabulary)) for first in range(0, vocabulary, size))
 
 
 def state_columns(shapes: Sequence[FunctionShape]) -> int:
@@ -134,9 +143,20 @@ def output_ports(
             Port("next_hidden", (1, spec.hidden_size, 1, shape.tokens), ("1", "hidden", "1", "token"))
         )
     elif interface.outputs == "logits":
-        rows, axis = (1, "1") if interface.logits == "row" else (shape.tokens, "token")
-        ports.append(Port("logits", (1, spec.vocab_size, 1, rows), ("1", "vocabulary", "1", axis)))
+        ports += _logits_ports(spec, shape, interface)
     return ports
+
+
+def _logits_ports(spec: ModelSpec, shape: FunctionShape, interface: Interface) -> list[Port]:
+    """`logits`, or `logits_1`, `logits_2` and so on where the vocabulary is cut."""
+    rows, axis = (1, "1") if interface.logits == "row" else (shape.tokens, "token")
+    axes = ("1", "vocabulary", "1", axis)
+    parts = vocabulary_parts(spec.vocab_size, interface.head_limit)
+    names = ["logits"] if len(parts) == 1 else [f"logits_{number + 1}" for number in range(len(parts))]
+    return [
+        Port(name, (1, end - first, 1, rows), axes, role="logits")
+        for name, (first, end) in zip(names, parts, strict=True)
+    ]
 
 
 def state_ports(spec: ModelSpec, interface: Interface) -> list[Port]:
@@ -162,18 +182,23 @@ class ContractForm(nn.Module):
         super().__init__()
         self.block = block.module
         self.layout = block.layout
-        self.form = type(block.module)
+        self.is_head = isinstance(block.module, Head)
+        self.keys_alone = isinstance(block.module, KeysValuesLayer)
 
     def forward(self, hidden: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         """hidden (1, H, 1, S); rope_cos, rope_sin (1, 1, D, S); mask (1, 1, K, S); past_k, past_v (1, h, D, C)."""
         if not self.layout.channels_first:
             hidden = hidden.squeeze(2).transpose(1, 2)
-        if self.form is Head:
-            logits = self.block(hidden)
-            return (logits if self.layout.channels_first else logits.transpose(1, 2).unsqueeze(2),)
+        if self.is_head:
+            pieces = self.block.pieces(hidden)
+            return (
+                pieces
+                if self.layout.channels_first
+                else tuple(x.transpose(1, 2).unsqueeze(2) for x in pieces)
+            )
         rest = tuple(rest) if self.layout.heads_first else tuple(part.transpose(2, 3) for part in rest)
         rope, mask, past = rest[:2], rest[2:3], rest[3:]
-        if self.form is KeysValuesLayer:
+        if self.keys_alone:
             keys, values = self.block(hidden, rope)
             return self.cache(keys), self.cache(values)
         hidden, keys, values = self.block(hidden, rope, *mask, tuple(past) or None)

@@ -75,6 +75,8 @@ class Prefill(Strict):
         target: the oldest OS that loads the package.
         outputs: `kv` ends at the last layer's keys and values; `logits` keeps the head.
         logits: with those, of one `row` that an input chooses, or of `all` rows.
+        head_limit: most token ids of one output of logits; more are cut into several (pass split_head). 16384 fits
+            the Neural Engine of every chip, 65536 those from A16 and M2 on.
         embedding: where token ids become vectors: on the `host` or in the `graph`.
         kv: the form of keys and values.
         split_model: cuts the package into parts under a size; left out, it is one.
@@ -84,6 +86,7 @@ class Prefill(Strict):
     target: Literal["iOS16", "iOS17", "iOS18"] = "iOS18"
     outputs: Literal["kv", "logits"] = "kv"
     logits: Literal["row", "all"] = "row"
+    head_limit: int = Field(default=16384, ge=1, le=LARGEST_AXIS)
     embedding: Literal["host", "graph"] = "host"
     kv: KvForm = KvForm()
     split_model: SplitModel | None = None

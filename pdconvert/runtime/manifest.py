@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from pdconvert import schema
 from pdconvert.errors import InputError
 from pdconvert.runtime.handoff import KeyForm
@@ -38,6 +40,11 @@ class Function:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     states: tuple[Port, ...] = ()
+
+    def logits(self, outputs: Mapping[str, Any]) -> np.ndarray:
+        """The logits (1, V, 1, n) fp32 among a call's outputs, put together where the vocabulary is cut."""
+        parts = [np.asarray(outputs[port.name], np.float32) for port in self.outputs if port.role == "logits"]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, 1)
 
 
 @dataclass(frozen=True)

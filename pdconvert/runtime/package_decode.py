@@ -91,11 +91,10 @@ class PackageDecoder:
         if function is None:
             raise InputError(f"the context is full: {self.functions[-1].name} holds {self.context} tokens")
         outputs = self.prefill.call(function, [token], cache)
-        port = next(port for port in function.outputs if port.role == "logits")
-        row = np.asarray(outputs[port.name], np.float32).reshape(-1)
+        row = function.logits(outputs).reshape(-1)
         vocabulary = self.prefill.manifest.vocab_size
         if row.size != vocabulary:
             raise InputError(
-                f"{function.name}: {port.name} has {row.size} values, and the vocabulary has {vocabulary}"
+                f"{function.name}: logits has {row.size} values, and the vocabulary has {vocabulary}"
             )
         return row
