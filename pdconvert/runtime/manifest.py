@@ -115,7 +115,13 @@ class Manifest:
         return self.build / DECODE_FOLDER
 
     def parts_of(self, function: str) -> tuple[Part, ...]:
-        """Where the layers of a function lie, in order."""
+        """Where the layers of a function lie, in order.
+
+        Raises:
+            InputError: the build has no such function.
+        """
+        if function not in self.functions:
+            raise InputError(f"{self.build}: no function {function!r}; it has {', '.join(self.functions)}")
         return tuple(
             Part(package, *layers, inputs=tuple(port.name for port in functions[function].inputs))
             for package, layers, functions in self.packages
