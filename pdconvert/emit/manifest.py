@@ -15,6 +15,7 @@ from pdconvert import schema
 from pdconvert.checks import Check
 from pdconvert.compile import CompiledBlock, step_to_json
 from pdconvert.emit.mlx import DecodeFolder
+from pdconvert.inspect_package import weight_sharing
 from pdconvert.ledger import Ledger
 from pdconvert.lowering.contract import FunctionShape, Part, input_ports, output_ports, state_ports
 from pdconvert.prepare import Plan, Texts
@@ -75,6 +76,7 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
         {
             "package": part_path(index, count).as_posix(),
             "layers": [part.first, part.last],
+            "weights": weight_sharing(folder / part_path(index, count)),
             "functions": {shape.name: _function(plan, shape, part) for shape in plan.shapes},
         }
         for index, part in enumerate(emitted.parts)
@@ -102,7 +104,7 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             },
         },
         "prefill": {
-            **({"package": WHOLE} if count == 1 else {"parts": parts}),
+            **({"package": WHOLE, "weights": parts[0]["weights"]} if count == 1 else {"parts": parts}),
             "target": prefill.target,
             "outputs": prefill.outputs,
             "logits": prefill.logits,

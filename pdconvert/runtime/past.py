@@ -159,6 +159,7 @@ class StatePast:
         self._rows, self._dim = manifest.layers * manifest.kv_heads, manifest.head_dim
         self._session: StateSession = session
         self._state = session.make_state()
+        self._write: dict[int, np.ndarray] = {}
         if kv is not None:
             self._store(kv.graph_keys(), kv.graph_values())
             self.length = kv.tokens
@@ -171,9 +172,12 @@ class StatePast:
         return {"write": lambda: self._one_hot(function.tokens, new)}
 
     def _one_hot(self, tokens: int, new: int) -> np.ndarray:
-        """(1, 1, S, N) fp16."""
+        """(1, 1, S, N) fp16: one buffer for each S."""
         self._check(new)
-        write = np.zeros((1, 1, tokens, self._columns), np.float16)
+        if tokens not in self._write:
+            self._write[tokens] = np.empty((1, 1, tokens, self._columns), np.float16)
+        write = self._write[tokens]
+        write.fill(0)
         rows = np.arange(new)
         write[0, 0, rows, self.length + rows] = 1
         return write

@@ -66,6 +66,17 @@ def test_the_manifest_lists_them(state):
         assert function["states"][0]["axes"] == ["layer", "kv_head*head_dim", "1", "column"]
 
 
+def test_the_manifest_says_what_the_functions_share(builds):
+    for folder in builds:
+        found = json.loads((folder / "manifest.json").read_text())["prefill"]["weights"]
+        report = json.loads(CliRunner().invoke(main, ["inspect", str(folder), "--json"]).stdout)
+        sharing = report["prefill"]["sharing"]
+        assert found == {key: value for key, value in sharing.items() if key != "records"}
+        assert found["shared_bytes"] == found["stored_bytes"] > 0
+        assert found["named_bytes"] == len(found["alone_bytes"]) * found["stored_bytes"]
+        assert set(found["alone_bytes"].values()) == {0}
+
+
 def test_lint_has_nothing_against_it(state):
     findings = lint_path(state).findings
     assert [item for item in findings if item.severity in FAILING] == []
