@@ -126,3 +126,28 @@ class TestLongVocabulary:
         folder = made(tmp_path, config=self.CONFIG, outputs="kv", functions=[{"tokens": 32}])
         content = json.loads((folder / "manifest.json").read_text())
         assert content["passes"]["graph"]["head"] == []
+
+
+@pytest.mark.parametrize("scheme", ["none", "w8a16"])
+def test_a_tied_head_and_the_embedding_in_the_graph_are_stored_once(scheme: str, tmp_path: Path) -> None:
+    config = {"tie_word_embeddings": True, "hidden_size": 64}
+    apart, tied, cut = (
+        made(
+            tmp_path / name,
+            config={**config, "tie_word_embeddings": name != "apart"},
+            scheme=scheme,
+            embedding="graph",
+            head_limit=100 if name == "cut" else 320,
+        )
+        for name in ("apart", "tied", "cut")
+    )
+    stored = {
+        folder: json.loads((folder / "manifest.json").read_text())["prefill"]["weights"]["stored_bytes"]
+        for folder in (apart, tied, cut)
+    }
+    row = 64 + 2 if scheme == "w8a16" else 64 * 2
+    assert stored[apart] - stored[tied] == 320 * row
+    assert stored[cut] == stored[apart]
+    assert run_build(tied, "abc", max_tokens=8, decode="package").token_ids == (
+        run_build(tied, "abc", max_tokens=8).token_ids
+    )

@@ -27,12 +27,13 @@ from pdconvert.lowering.export import BlockGraph, export_block, signature
 from pdconvert.model import ModelSpec
 from pdconvert.program import Block
 from pdconvert.quant.grid import QuantizedLinear
-from pdconvert.quant.store import Stored
+from pdconvert.quant.store import Stored, equal
 
 DTYPES = {"fp16": types.fp16, "int32": types.int32}
 SPECIFICATION_VERSIONS = {"iOS16": 7, "iOS17": 8, "iOS18": 9}
 VIEWS = ("aten.view.default", "aten.reshape.default")
 NARROWS = ("aten.narrow.default", "aten.narrow.int")
+EMBEDDING = "embedding_weight"
 LoadBlock = Callable[[str], Mapping[str, Stored]]
 
 
@@ -151,15 +152,23 @@ class Lowering:
         return _Walk(self, block.name, values, constants).run(graph.graph)
 
     def _constant(self, block: str, parameter: _Parameter) -> Any:
-        """A parameter as a MIL constant; equal names share one blob across functions."""
+        """A parameter as a MIL constant; equal weight ids share one blob, across functions and within one."""
         label, value = _identifier(f"{block}.{parameter.name}{parameter.suffix}"), parameter.graph_value()
+        weight_id = EMBEDDING if self._is_embedding(block, parameter) else label
         if isinstance(value, QuantizedLinear):
-            return self._quantized(label, value, parameter.shape)
+            return self._quantized(label, weight_id, value, parameter.shape)
         constant = mb.const(val=value.numpy().reshape(parameter.shape), name=label)
-        constant.op.weight_id = label
+        constant.op.weight_id = weight_id
         return constant
 
-    def _quantized(self, label: str, record: QuantizedLinear, shape: tuple[int, ...]) -> Any:
+    def _is_embedding(self, block: str, parameter: _Parameter) -> bool:
+        """Whether a parameter is the tied head, whole and as the embedding in the graph is stored."""
+        whole = parameter.rows is None and parameter.factor == 1
+        if (block, parameter.name) != ("head", "lm_head.weight") or self.interface.embedding != "graph":
+            return False
+        return self.spec.tied and whole and equal(parameter.value, self.load("embedding")["weight"])
+
+    def _quantized(self, label: str, weight_id: str, record: QuantizedLinear, shape: tuple[int, ...]) -> Any:
         codes = record.codes.numpy().reshape(shape)
         scales = record.scales.numpy().reshape(record.scales.shape + (1,) * (len(shape) - 2))
         if self.target == "iOS18":
@@ -177,7 +186,7 @@ class Lowering:
         else:
             raise InputError(f"{label}: weights in groups need the target iOS18, not {self.target}")
         for part, variable in parts.items():
-            variable.op.weight_id = f"{label}_{part}"
+            variable.op.weight_id = f"{weight_id}_{part}"
         return result
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -14,6 +15,14 @@ from pdconvert.quant.grid import QuantizedLinear
 
 Stored = Tensor | QuantizedLinear
 """A stored tensor: fp16 as it is, or a quantized record."""
+
+
+def equal(one: Stored, other: Stored) -> bool:
+    """Whether two stored tensors are the same to the bit, form included."""
+    if isinstance(one, QuantizedLinear) and isinstance(other, QuantizedLinear):
+        grids = (one.bits, one.group) == (other.bits, other.group)
+        return grids and torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales)
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
 
 
 def save_block(path: Path, tensors: Mapping[str, Stored]) -> None:
