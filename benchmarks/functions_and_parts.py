@@ -45,7 +45,12 @@ def build(folder: Path, name: str, recipe: str, cache: Path, **prefill: Any) -> 
     path.write_text(yaml.safe_dump(data), encoding="utf-8")
     command = [sys.executable, "-m", "pdconvert", "build", str(path), "--out", str(folder / name)]
     print(f"{recipe}: {name}", file=sys.stderr, flush=True)
-    return measure(command, cache)
+    return measure(command, cache, accepted=(0, 1))  # 1: a gate failed; the verdict is shown
+
+
+def verdict(build_folder: Path) -> str:
+    """What the build says of itself."""
+    return json.loads((build_folder / "manifest.json").read_text(encoding="utf-8"))["verdict"]
 
 
 def package_bytes(build_folder: Path) -> int:
@@ -67,6 +72,7 @@ def functions(folder: Path, tiny: bool) -> dict[str, Any]:
         "size_mb": {name: round(size / 1e6, 2) for name, size in sizes.items()},
         "seconds": {name: round(found.seconds, 1) for name, found in cost.items()},
         "peak_gb": {name: round(found.peak_bytes / 1e9, 2) for name, found in cost.items()},
+        "verdicts": {name: verdict(folder / name) for name in cost},
         "size_ratio": round(sizes["six"] / sizes["one"], 4),
         "time_ratio": round(cost["six"].seconds / cost["one"].seconds, 2),
     }
@@ -84,6 +90,7 @@ def parts(folder: Path, tiny: bool) -> dict[str, Any]:
     found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return {
         "parts": count,
+        "verdicts": {name: verdict(folder / name) for name in cost},
         "seconds": {name: round(item.seconds, 1) for name, item in cost.items()},
         "peak_gb": round(max(item.peak_bytes for item in cost.values()) / 1e9, 2),
         **found,

@@ -15,7 +15,7 @@ from pdconvert.recipe import load_recipe, recipe_from_data
 from pdconvert.runtime.manifest import read_manifest
 from pdconvert.runtime.run import run_build
 from pdconvert.runtime.sessions import open_function
-from pdconvert.verify import verify_build
+from pdconvert.verify import logits_db, verify_build
 
 FUNCTIONS = [{"tokens": 32}, {"tokens": 1, "past": 64}]
 
@@ -100,6 +100,20 @@ def test_the_manifest_gives_the_parts_in_order(tmp_path: Path) -> None:
     assert found == [(f"logits_{number}", "logits", [1, 80, 1, 1]) for number in (1, 2, 3, 4)]
     assert content["passes"]["graph"]["head"] == ["SplitHead(limit=100)"]
     assert content["recipe"]["prefill"]["head_limit"] == 100
+
+
+def test_what_is_added_to_a_whole_row_of_logits_does_not_count() -> None:
+    draw = np.random.default_rng(0)
+    logits = draw.standard_normal((1, 320, 1, 4)).astype(np.float32)
+    noisy = logits + 1e-3 * draw.standard_normal(logits.shape).astype(np.float32)
+    found = logits_db(logits, noisy, 4)
+    assert 58 < found < 62
+    assert logits_db(logits, noisy + 5, 4) == pytest.approx(found, abs=0.01)
+    shifted = noisy.copy()
+    shifted[:, :160] += 0.5  # of a part of the vocabulary only
+    assert logits_db(logits, shifted, 4) < 20
+    noisy[..., 3] = 9e9  # padding
+    assert logits_db(logits, noisy, 3) > 58
 
 
 class TestLongVocabulary:
