@@ -75,7 +75,7 @@ def fp16_fault(manifest: Manifest, case: Case) -> Fault | None:
 def check_case(manifest: Manifest, case: Case, executor: str, mode: str) -> list[Check]:
     """Run one function of the package on a case's inputs; one check per output."""
     session = open_function(manifest, case.function, kind=executor, mode=mode, weight_cache_bytes=0)
-    state = session.make_state()
+    state = session.make_state() if case.states else None
     for name, held in case.states.items():
         session.write_state(state, name, held)
     got = session.run(case.inputs, state)

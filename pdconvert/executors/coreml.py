@@ -77,7 +77,7 @@ class CoremlSession:
 
     def read_state(self, state: Any, name: str) -> np.ndarray:
         """Return what a state holds."""
-        return np.asarray(state.read_state(name))
+        return np.array(state.read_state(name))
 
     def write_state(self, state: Any, name: str, value: np.ndarray) -> None:
         """Put an array of the state's shape into it."""

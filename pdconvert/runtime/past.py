@@ -192,9 +192,12 @@ class StatePast:
         An executor whose states hold more than fp16 gets them rounded, so that it makes no difference to the next
         call whether a column comes from a call, a hand-off or the prefix cache.
         """
-        if not self._session.rounds_states:
-            self._store(keys, values)  # what the call wrote, in fp16
-        self.length += keys.shape[-1]
+        end = self.length + keys.shape[-1]
+        for name in () if self._session.rounds_states else self._names:
+            held = self._session.read_state(self._state, name)
+            held[..., self.length : end] = held[..., self.length : end].astype(np.float16)
+            self._session.write_state(self._state, name, held)
+        self.length = end
 
     def append(self, keys: np.ndarray, values: np.ndarray, rope: Tables) -> None:
         """Write columns (1, L·H_kv, D, n) behind those that are there."""
