@@ -48,8 +48,8 @@ class Line:
 BUDGETS = {"smollm2-135m": "75 s, 2 GB", "tinyllama-random": "150 s, 4 GB"}
 
 
-def measure(command: list[str], cache: Path) -> Cost:
-    """Run a command to its end.
+def measure(command: list[str], cache: Path, accepted: tuple[int, ...] = (0,)) -> Cost:
+    """Run a command to its end; exit codes other than the accepted ones are failures.
 
     Raises:
         SystemExit: it failed; its output is shown.
@@ -66,7 +66,7 @@ def measure(command: list[str], cache: Path) -> Cost:
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.monotonic() - start
         process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
+        if process.returncode not in accepted:
             output.seek(0)
             sys.stderr.write(output.read().decode(errors="replace")[-4000:])
             raise SystemExit(f"exit {process.returncode}: {' '.join(command)}")

@@ -1,10 +1,11 @@
 """Prefill time against prompt length: the package in chunks on the MIL executor, Hugging Face in one pass.
 
-    python benchmarks/context_table.py BUILD [--lengths 128 256 512 1024 2048] [--runs 3]
+    pdconvert build smollm2-135m-long --set prefill.functions.3.past=3968 --out build/context
+    python benchmarks/context_table.py build/context [--lengths 128 256 512 1024 2048 4096] [--runs 3]
 
-BUILD is a build with functions that have a past, such as `smollm2-135m-long`. Both compute K and V of all tokens with
-the same weights (Hugging Face with those of decode/, de-quantized, eager attention, without its head); contenders
-alternate, medians are given. Prints a Markdown table.
+Any build of a llama with functions that have a past will do; lengths beyond what they hold are left out. Both compute
+K and V of all tokens with the same weights (Hugging Face with those of decode/, de-quantized, eager attention, without
+its head); contenders alternate, medians are given. Prints a Markdown table.
 """
 
 import argparse
@@ -36,8 +37,9 @@ def measure(build: Path, lengths: list[int], runs: int) -> list[tuple[int, int, 
     model = hugging_face(manifest.decode).model
     ids = Tokenizer(manifest.decode).encode(text.held_out()[0])
     sessions = {mode: open_prefill(manifest, "mil", mode) for mode in ("fp32", "fp16")}
+    limit = min(sessions["fp32"].limit, len(ids))
     rows = []
-    for length in lengths:
+    for length in (length for length in lengths if length <= limit):
         prompt = ids[:length]
         work = {
             "executor fp32, chunked": lambda p=prompt: sessions["fp32"].extend(None, p),
@@ -60,10 +62,12 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("build", type=Path)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096])
     parser.add_argument("--runs", type=int, default=3)
     arguments = parser.parse_args()
     rows = measure(arguments.build, arguments.lengths, arguments.runs)
+    if not rows:
+        parser.error(f"{arguments.build} holds none of these lengths")
     names = list(rows[0][2])
     print(f"| tokens | calls | {' | '.join(f'{name}, s' for name in names)} | ratio fp32 to Hugging Face |")
     print("|---|---|" + "---|" * (len(names) + 1))

@@ -73,6 +73,7 @@ def measure(build: Path, prompts: int = 20) -> dict[str, float]:
             "mask": causal_mask(0, 0, size, size),
         }
         got = session.run(inputs)
+        got["logits"] = torch.from_numpy(function.logits(got))
         hidden = model.model.embed_tokens(torch.tensor([window]))
         rope = model.model.rotary_emb(hidden, torch.arange(size)[None])
         mask = torch.full((size, size), torch.finfo(torch.float32).min).triu(1)[None, None]

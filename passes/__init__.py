@@ -9,6 +9,7 @@ from passes.quantize_weights import QuantizeWeights
 from passes.rope_as_input import RopeAsInput
 from passes.safe_rms_norm import SafeRmsNorm
 from passes.scale_residual import ScaleResidual
+from passes.split_head import SplitHead
 from passes.truncate_last_layer import TruncateLastLayer
 
 PASSES = (
@@ -21,9 +22,10 @@ PASSES = (
     FoldAttentionScale,
     ScaleResidual,
     TruncateLastLayer,
+    SplitHead,
     FixShapes,
 )
 """Every pass, in its usual order."""
 
-AUTOMATIC = ("truncate_last_layer", "fix_shapes")
+AUTOMATIC = ("truncate_last_layer", "split_head", "fix_shapes")
 """Passes that the pipeline puts in itself, from the recipe's `prefill` section."""

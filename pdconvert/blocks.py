@@ -345,5 +345,12 @@ class Head(nn.Module):
         return cls(spec.hidden_size, spec.vocab_size, spec.norm_eps, spec.head_bias, spec.logits_divisor)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.lm_head(self.norm(hidden))
+        return self.divided(self.lm_head(self.norm(hidden)))
+
+    def divided(self, logits: Tensor) -> Tensor:
+        """Logits of a projection."""
         return logits if self.divisor == 1 else logits * (1 / self.divisor)
+
+    def pieces(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What the graph gives: the logits, in one piece or in parts of the vocabulary."""
+        return (self(hidden),)

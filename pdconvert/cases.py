@@ -10,7 +10,7 @@ import torch
 
 from pdconvert.compile import CompiledBlock
 from pdconvert.emit.vectors import Case
-from pdconvert.lowering.contract import FunctionShape
+from pdconvert.lowering.contract import FunctionShape, output_ports, state_ports
 from pdconvert.prepare import Plan, Texts
 from pdconvert.quant.store import dequantized
 from pdconvert.reference import Reference
@@ -58,7 +58,14 @@ def _case(
         inputs["token_ids"] = np.array([[*ids, *[ids[-1]] * (shape.tokens - len(ids))]], np.int32)
     else:
         inputs["hidden"] = embedding.hidden(ids, shape.tokens)
-    if shape.past:
+    states: dict[str, np.ndarray] = {}
+    columns = plan.interface.state_columns
+    if columns:
+        inputs["write"] = np.zeros((1, 1, shape.tokens, columns), np.float16)
+        inputs["write"][0, 0, range(len(ids)), range(start, start + len(ids))] = 1
+        for port, held in zip(state_ports(plan.spec, plan.interface), streams.values(), strict=True):
+            states[port.name] = _columns(held[..., :start], columns).reshape(port.shape).astype(np.float16)
+    elif shape.past:
         keys = streams["k"][..., :start]
         if prefill.kv.rope == "raw":
             cos, sin = rope_tables(rope.inv_freq, rope.attention_factor, 0, start, np.float32)
@@ -75,9 +82,12 @@ def _case(
             inputs["row"][0, 0, len(ids) - 1] = 1
             rows = rows[-1:]
         size = 1 if prefill.logits == "row" else shape.tokens
-        expected["logits"] = _columns(_stored_logits(plan, blocks, rows), size)
+        logits = _columns(_stored_logits(plan, blocks, rows), size)
+        ports = [p for p in output_ports(plan.spec, shape, plan.interface) if p.role == "logits"]
+        cuts = np.cumsum([port.shape[1] for port in ports])[:-1]
+        expected |= dict(zip((port.name for port in ports), np.split(logits, cuts, 1), strict=True))
     floors = {"fp32": plan.recipe.gates.graph_db, "fp16": plan.recipe.gates.fp16_db}
-    return Case(shape.name, shape.name, ids, inputs, expected, dict.fromkeys(expected, floors))
+    return Case(shape.name, shape.name, ids, inputs, expected, dict.fromkeys(expected, floors), states)
 
 
 def _columns(cache: np.ndarray, size: int) -> np.ndarray:

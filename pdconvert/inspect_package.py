@@ -102,6 +102,14 @@ def inspect_package(path: Path) -> dict[str, Any]:
     }
 
 
+def weight_sharing(path: Path) -> dict[str, Any]:
+    """What the functions of a `.mlpackage` name together, and what each names alone, in bytes of its weight files."""
+    package = Package.open(path)
+    found = _sharing({name: list(_weights(package, name)) for name in package.function_names})
+    del found["records"]
+    return found
+
+
 def inspect_decode(path: Path) -> dict[str, Any]:
     """Describe the decode folder: tensors and bytes by type, and its quantization.
 

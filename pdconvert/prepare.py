@@ -17,7 +17,7 @@ from pdconvert.blocks import stream_inputs
 from pdconvert.compile import Compiler, code_hash
 from pdconvert.errors import InputError
 from pdconvert.inventory import check_inventory
-from pdconvert.lowering.contract import FunctionShape, Interface
+from pdconvert.lowering.contract import STATE_STEP, FunctionShape, Interface, state_columns
 from pdconvert.model import ModelSpec
 from pdconvert.program import Pass
 from pdconvert.quant.grid import decode_group
@@ -82,11 +82,13 @@ class Plan:
 
     def graph_passes(self, block: str) -> tuple[Pass, ...]:
         """Passes of the prefill graph alone, after those; the last ones realise the recipe's prefill section."""
-        from passes import FixShapes, TruncateLastLayer
+        from passes import FixShapes, SplitHead, TruncateLastLayer
 
         chosen = tuple(item for item in self.passes if _graph_only(item))
         if block == "head":
-            return chosen
+            prefill = self.recipe.prefill
+            long = prefill.outputs == "logits" and self.spec.vocab_size > prefill.head_limit
+            return (*chosen, SplitHead(prefill.head_limit)) if long else chosen
         if block == f"layers.{len(self.spec.layers) - 1}" and self.recipe.prefill.outputs == "kv":
             chosen = (*chosen, TruncateLastLayer())
         return (*chosen, FixShapes(tokens=max(shape.tokens for shape in self.shapes if not shape.past)))
@@ -103,7 +105,8 @@ class Plan:
     def interface(self) -> Interface:
         """The package's choice of inputs and outputs."""
         prefill = self.recipe.prefill
-        return Interface(prefill.embedding, prefill.outputs, prefill.logits)
+        columns = state_columns(self.shapes) if prefill.kv.storage == "state" else 0
+        return Interface(prefill.embedding, prefill.outputs, prefill.logits, columns, prefill.head_limit)
 
     @property
     def decode_only_matrices(self) -> bool:
@@ -170,8 +173,12 @@ def make_plan(recipe: Recipe, source: Source) -> Plan:
         )
     if all(function.past for function in prefill.functions):
         raise InputError("recipe: prefill.functions needs one without past tokens, such as {tokens: 128}")
-    if prefill.kv.storage != "io":
-        raise InputError("recipe: prefill.kv.storage=state is not supported yet; use io")
+    channels = spec.kv_heads * spec.head_dim
+    if prefill.kv.storage == "state" and channels % STATE_STEP and channels & (channels - 1):
+        raise InputError(
+            f"recipe: prefill.kv.storage state: the model has {channels} channels of keys (kv_heads · head_dim), and a "
+            f"state's axis must be a multiple of {STATE_STEP} or a power of two (coremltools#2631); use io"
+        )
     if spec.tied and recipe.decode.embedding_bits != recipe.decode.head_bits:
         raise InputError(
             f"recipe: decode.embedding_bits {recipe.decode.embedding_bits} and decode.head_bits "

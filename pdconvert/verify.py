@@ -62,7 +62,9 @@ def fp16_fault(manifest: Manifest, case: Case) -> Fault | None:
         taken = {
             name: inputs[name][:, rows] if name.startswith("past_") else inputs[name] for name in part.inputs
         }
-        trace = Tracer(Package.open(part.package), case.function, weight_cache_bytes=0).run(taken)
+        tracer = Tracer(Package.open(part.package), case.function, weight_cache_bytes=0)
+        tracer.set_states(case.states)
+        trace = tracer.run(taken)
         fault = find_fault(trace.rows, manifest.made_by)
         if fault is not None:
             return fault
@@ -73,27 +75,56 @@ def fp16_fault(manifest: Manifest, case: Case) -> Fault | None:
 def check_case(manifest: Manifest, case: Case, executor: str, mode: str) -> list[Check]:
     """Run one function of the package on a case's inputs; one check per output."""
     session = open_function(manifest, case.function, kind=executor, mode=mode, weight_cache_bytes=0)
-    got = session.run(case.inputs)
+    state = session.make_state() if case.states else None
+    for name, held in case.states.items():
+        session.write_state(state, name, held)
+    got = session.run(case.inputs, state)
     label = f"{session.kind} {mode}" if session.kind == "mil" else session.kind
     checks = []
-    for name, expected in case.expected.items():
-        floor = case.tolerances[name][mode if session.kind == "mil" else "fp16"]
+    for name in case.states:
+        side = name.partition("_")[0]
+        after = torch.from_numpy(state_after(case, name, case.expected[side]))
+        db = sqnr_db(after, torch.from_numpy(session.read_state(state, name)).float())
+        checks.append(
+            Check(f"{case.name}, {label}: {name}", "sqnr_db", db, _floor(case, side, session.kind, mode))
+        )
+    for name in ("k", "v"):
+        floor = _floor(case, name, session.kind, mode)
         value = torch.as_tensor(got[name])
-        if name == "logits" and value.shape[3] > 1:
-            expected, value = expected[..., : case.tokens], value[..., : case.tokens]
-        if name in ("k", "v"):
-            found = per_layer_db(expected, value, manifest.layers, case.tokens)
-            where = f"lowest in layer {found.worst_layer} ({found.worst_db:.1f} dB)"
-            checks.append(
-                Check(
-                    f"{case.name}, {label}: {name} worst layer", "sqnr_db", found.worst_db, floor, hint=where
-                )
-            )
-            checks.append(Check(f"{case.name}, {label}: {name} pooled", "sqnr_db", found.pooled_db, floor))
-        else:
-            db = sqnr_db(torch.from_numpy(expected).float(), value.float())
-            checks.append(Check(f"{case.name}, {label}: {name}", "sqnr_db", db, floor))
+        found = per_layer_db(case.expected[name], value, manifest.layers, case.tokens)
+        where = f"lowest in layer {found.worst_layer} ({found.worst_db:.1f} dB)"
+        checks.append(
+            Check(f"{case.name}, {label}: {name} worst layer", "sqnr_db", found.worst_db, floor, hint=where)
+        )
+        checks.append(Check(f"{case.name}, {label}: {name} pooled", "sqnr_db", found.pooled_db, floor))
+    function = manifest.functions[case.function]
+    ports = [port.name for port in function.outputs if port.role == "logits"]
+    if ports:
+        db = logits_db(function.logits(case.expected), function.logits(got), case.tokens)
+        floor = min(_floor(case, name, session.kind, mode) for name in ports)
+        checks.append(Check(f"{case.name}, {label}: logits", "sqnr_db", db, floor))
     return checks
+
+
+def _floor(case: Case, output: str, kind: str, mode: str) -> float:
+    return case.tolerances[output][mode if kind == "mil" else "fp16"]
+
+
+def logits_db(expected: np.ndarray, got: np.ndarray, tokens: int) -> float:
+    """SQNR of logits (1, V, 1, n), real rows only, without what is added to all of a row, which no softmax sees."""
+    centred = []
+    for logits in (expected, got):
+        rows = torch.from_numpy(logits)[0, :, 0, : tokens if logits.shape[3] > 1 else 1]
+        centred.append(rows - rows.mean(0))
+    return sqnr_db(*centred)
+
+
+def state_after(case: Case, name: str, new: np.ndarray) -> np.ndarray:
+    """What a state (L, H·D, 1, N) must hold after a case: new keys or values (1, L·H, D, S) where `write` says."""
+    columns = case.inputs["write"][0, 0].argmax(1)[: case.tokens]
+    after = np.array(case.states[name], np.float32)
+    after[..., columns] = new[..., : case.tokens].reshape(*after.shape[:3], -1)
+    return after
 
 
 def check_tokens(

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
-from conformance_modules import MODULES
+from conformance_modules import MODULES, STATES
 from torch import Tensor
 
 from pdconvert import families
@@ -129,6 +130,8 @@ def family_variants(system: str, config: dict[str, Any]) -> Iterator[dict[str, A
 
     yield variant(functions=functions, outputs="logits", embedding="graph")
     yield variant(kv={"rope": "raw", "storage": "io"}, split_model={"parts": 2})
+    if system == "iOS18":
+        yield variant(kv={"rope": "rotated", "storage": "state"}, functions=functions, outputs="logits")
     single = {"eager_gqa_attention": {"heads": "single"}}
     layer_norm = {"safe_rms_norm": {"method": "layer_norm"}}
     yield variant(
@@ -163,11 +166,18 @@ def converted(folder: Path, system: str) -> set[Form]:
     int8 = optimize.OptimizationConfig(optimize.OpLinearQuantizerConfig(weight_threshold=0))
     found: set[Form] = set()
     for name, (module, inputs) in MODULES.items():
-        traced = torch.jit.trace(module.eval(), tuple(inputs.values()))
+        if name in STATES and system != "iOS18":
+            continue
+        buffers = {state: module.get_buffer(state).shape for state in STATES.get(name, ())}
+        traced = torch.jit.trace(module.eval(), tuple(inputs.values()), check_trace=not buffers)
         model = ct.convert(
             traced,
             inputs=[
                 ct.TensorType(key, value.shape, dtype=_input_type(value)) for key, value in inputs.items()
+            ],
+            states=[
+                ct.StateType(ct.TensorType(shape=tuple(shape), dtype=np.float16), name=state)
+                for state, shape in buffers.items()
             ],
             minimum_deployment_target=getattr(ct.target, system),
             skip_model_load=True,
@@ -180,8 +190,6 @@ def converted(folder: Path, system: str) -> set[Form]:
 
 
 def _input_type(value: Tensor) -> Any:
-    import numpy as np
-
     return np.int32 if value.dtype == torch.int32 else np.float16
 
 

@@ -150,6 +150,22 @@ class Head(nn.Module):
         return self.head(chosen)
 
 
+class StateCache(nn.Module):
+    """New keys (1, heads, D, S) placed into a state by one-hot rows, and what a layer held before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("k_cache", torch.zeros(2, KV_HEADS * DIM, 1, PAST + TOKENS))
+
+    def forward(self, k: Tensor, write: Tensor) -> Tensor:
+        layer = self.k_cache.narrow(0, 1, 1).narrow(3, 0, PAST).reshape(1, KV_HEADS, DIM, PAST)
+        past = layer * 1.0
+        kept = 1 - write.sum(2, keepdim=True)
+        placed = (torch.cat((k, k), 1) @ write).reshape(2, KV_HEADS * DIM, 1, PAST + TOKENS)
+        self.k_cache.mul_(kept).add_(placed)
+        return torch.cat((past, k), 3)
+
+
 class Scaled(nn.Module):
     """A 1×1 convolution with a bias, times a constant."""
 
@@ -184,6 +200,9 @@ def attention_inputs(past: int = 0) -> dict[str, Tensor]:
 CHANNELS = {"hidden": torch.rand(1, HIDDEN, 1, TOKENS)}
 ROWS = {"hidden": torch.rand(1, TOKENS, HIDDEN)}
 
+STATES = {"state": ("k_cache",)}
+"""Buffers that become states; such a module needs iOS 18."""
+
 MODULES: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {
     "row_max": (RowMaxNorm(1), CHANNELS),
     "row_max_last": (RowMaxNorm(-1), ROWS),
@@ -201,4 +220,8 @@ MODULES: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {
     "embedding": (Embedding(), {"token_ids": torch.zeros(1, TOKENS, dtype=torch.int32)}),
     "quotient": (Quotient(), CHANNELS),
     "head": (Head(), CHANNELS | {"row": torch.rand(1, 1, TOKENS, 1)}),
+    "state": (
+        StateCache(),
+        {"k": torch.rand(1, KV_HEADS, DIM, TOKENS), "write": torch.rand(1, 1, TOKENS, PAST + TOKENS)},
+    ),
 }

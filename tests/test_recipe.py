@@ -112,6 +112,7 @@ def test_what_is_left_out_has_a_default(recipe_file: Path) -> None:
             "target": "iOS18",
             "outputs": "kv",
             "logits": "row",
+            "head_limit": 16384,
             "embedding": "host",
             "kv": {"rope": "rotated", "storage": "io"},
             "functions": [{"tokens": 128, "past": 0}],

@@ -154,6 +154,14 @@ def test_what_is_not_yaml(tmp_path: Path, text: str, expected: str) -> None:
             "prefill: {target: iOS16, kv: {storage: state}}",
             "prefill.kv.storage: state needs prefill.target iOS18 or later, not iOS16",
         ),
+        (
+            "prefill: {kv: {storage: state, rope: raw}}",
+            "prefill.kv.storage: state holds rotated keys, which raw keys are not; use io",
+        ),
+        (
+            "prefill: {kv: {storage: state}, split_model: {parts: 2}}",
+            "prefill.kv.storage: state is of one package, which split_model cuts; use io",
+        ),
         ("decode: {head_bits: 4}", "decode.head_bits: 4: expected one of 8, 16"),
         ("decode: {head_bits: 8.0}", "decode.head_bits: 8.0: expected one of 8, 16"),
         ("decode: {head_bits: '8'}", "decode.head_bits: '8': expected one of 8, 16"),

@@ -32,12 +32,23 @@ def write_package(folder: Path, program: Any, target: str, metadata: dict[str, s
         target: "iOS16", "iOS17" or "iOS18"; sets the specification version.
         metadata: user-defined strings of the model description.
     """
-    from coremltools.converters.mil.backend.mil.load import load
+    from coremltools.converters.mil.backend.mil.load import CoreMLProtoExporter
 
     data = folder / "Data" / "com.apple.CoreML"
     weights = data / "weights"
     weights.mkdir(parents=True)
-    model = load(program, str(weights), specification_version=SPECIFICATION_VERSIONS[target])
+    version = SPECIFICATION_VERSIONS[target]
+    functions = _exporter()(program, str(weights), version).export()
+    unused = dict.fromkeys(
+        (
+            "predicted_feature_name",
+            "predicted_probabilities_name",
+            "classifier_config",
+            "convert_to",
+            "convert_from",
+        )
+    )
+    model = CoreMLProtoExporter(program, functions, specification_version=version, **unused).export(version)
     for key, value in sorted(metadata.items()):
         model.description.metadata.userDefined[key] = value
     (data / "model.mlmodel").write_bytes(model.SerializeToString(deterministic=True))
@@ -57,3 +68,20 @@ def write_package(folder: Path, program: Any, target: str, metadata: dict[str, s
         "rootModelIdentifier": identifiers["model"],
     }
     (folder / "Manifest.json").write_text(json.dumps(manifest, indent=4, sort_keys=True) + "\n")
+
+
+def _exporter() -> type:
+    """coremltools' exporter, in which constants of one `weight_id` share their bytes whatever shapes they have."""
+    from coremltools.converters.mil.backend.mil.helper import create_file_value_tensor
+    from coremltools.converters.mil.backend.mil.load import MILProtoExporter
+
+    class Exporter(MILProtoExporter):
+        def create_file_value(self, var: Any) -> Any:
+            stored = super().create_file_value(var)
+            sizes = [dimension.constant.size for dimension in stored.type.tensorType.dimensions]
+            if sizes == list(var.val.shape):
+                return stored
+            place, dtype = stored.blobFileValue, stored.type.tensorType.dataType
+            return create_file_value_tensor(place.fileName, place.offset, var.val.shape, dtype)
+
+    return Exporter

@@ -17,8 +17,9 @@ from pdconvert import schema
 from pdconvert.checks import Check
 from pdconvert.compile import CompiledBlock, step_to_json
 from pdconvert.emit.mlx import DecodeFolder
+from pdconvert.inspect_package import weight_sharing
 from pdconvert.ledger import Ledger
-from pdconvert.lowering.contract import FunctionShape, Part, input_ports, output_ports
+from pdconvert.lowering.contract import FunctionShape, Part, input_ports, output_ports, state_ports
 from pdconvert.prepare import Plan, Texts
 from pdconvert.process import list_files
 from pdconvert.split import WHOLE, part_path
@@ -80,6 +81,7 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
         {
             "package": part_path(index, count).as_posix(),
             "layers": [part.first, part.last],
+            "weights": weight_sharing(folder / part_path(index, count)),
             "functions": {shape.name: _function(plan, shape, part) for shape in plan.shapes},
         }
         for index, part in enumerate(emitted.parts)
@@ -107,7 +109,7 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             },
         },
         "prefill": {
-            **({"package": WHOLE} if count == 1 else {"parts": parts}),
+            **({"package": WHOLE, "weights": parts[0]["weights"]} if count == 1 else {"parts": parts}),
             "target": prefill.target,
             "outputs": prefill.outputs,
             "logits": prefill.logits,
@@ -157,11 +159,13 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
 
 
 def _function(plan: Plan, shape: FunctionShape, part: Part | None) -> dict[str, Any]:
+    states = [port.manifest() for port in state_ports(plan.spec, plan.interface)]
     return {
         "sequence_length": shape.tokens,
         "past_length": shape.past,
         "inputs": [port.manifest() for port in input_ports(plan.spec, shape, plan.interface, part)],
         "outputs": [port.manifest() for port in output_ports(plan.spec, shape, plan.interface, part)],
+        **({"states": states} if states else {}),
     }
 
 

@@ -3,6 +3,7 @@
     test_vectors/
       index.json               schema, cases, and how they were made
       <case>.inputs.safetensors, <case>.expected.safetensors     tensors named as in the graph
+      <case>.states.safetensors                                  what states hold before the call, where there are any
       tokens.json              greedy continuations of the reference
 
 Whoever can read safetensors and JSON can replay them; docs/contracts.md says how to compare.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Case:
         tokens: real tokens; columns of the token axis from there on are padding and not compared.
         tolerances: per output the least SQNR in dB, over all real columns of all layers, by arithmetic
             ("fp16", "fp32").
+        states: what the function's states hold before the call.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Case:
     inputs: Mapping[str, np.ndarray]
     expected: Mapping[str, np.ndarray]
     tolerances: Mapping[str, Mapping[str, float]]
+    states: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -72,15 +75,12 @@ def write_vectors(folder: Path, cases: Sequence[Case], greedy: Sequence[GreedyCa
     folder.mkdir()
     lines = []
     for case in cases:
-        names = {part: f"{case.name}.{part}.safetensors" for part in ("inputs", "expected")}
-        save_file(
-            {name: np.ascontiguousarray(value) for name, value in case.inputs.items()},
-            folder / names["inputs"],
-        )
-        save_file(
-            {name: np.ascontiguousarray(value) for name, value in case.expected.items()},
-            folder / names["expected"],
-        )
+        parts = {"inputs": case.inputs, "expected": case.expected}
+        parts |= {"states": case.states} if case.states else {}
+        names = {part: f"{case.name}.{part}.safetensors" for part in parts}
+        for part, tensors in parts.items():
+            arrays = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+            save_file(arrays, folder / names[part])
         line: dict[str, Any] = {"name": case.name, "function": case.function, "tokens": case.tokens}
         lines.append({**line, "token_ids": list(case.token_ids), **names, "tolerances": case.tolerances})
     _write_json(folder / INDEX, {"schema": schema.SCHEMA, "made": MADE_BY, "cases": lines})
@@ -110,7 +110,8 @@ def read_vectors(folder: Path) -> tuple[list[Case], list[GreedyCase]]:
 
 
 def _case(folder: Path, line: Mapping[str, Any]) -> Case:
-    parts = {part: _load(_inside(folder, line[part])) for part in ("inputs", "expected")}
+    names = ("inputs", "expected", *(["states"] if "states" in line else []))
+    parts = {part: _load(_inside(folder, line[part])) for part in names}
     ids = tuple(line["token_ids"])
     return Case(line["name"], line["function"], ids, **parts, tolerances=line["tolerances"])
 

@@ -30,13 +30,23 @@ class Executor(Protocol):
     Attributes:
         kind: `mil` or `coreml`.
         reason: why this one runs.
+        rounds_states: whether states of type fp16 hold nothing finer.
     """
 
     kind: str
     reason: str
 
+    @property
+    def rounds_states(self) -> bool: ...
+
     def make_state(self) -> Any:
         """Return zeroed buffers for the function's states."""
+
+    def read_state(self, state: Any, name: str) -> "np.ndarray":
+        """Return what a state holds; the array may share its memory."""
+
+    def write_state(self, state: Any, name: str, value: "np.ndarray") -> None:
+        """Put an array of the state's shape into it."""
 
     def run(
         self, inputs: "Mapping[str, np.ndarray | torch.Tensor]", state: Any = None

@@ -72,6 +72,17 @@ class CoremlSession:
         """Return Core ML's own state object, all zero."""
         return self._model.make_state()
 
+    rounds_states = True
+    """States of Core ML hold fp16 and nothing finer."""
+
+    def read_state(self, state: Any, name: str) -> np.ndarray:
+        """Return what a state holds."""
+        return np.array(state.read_state(name))
+
+    def write_state(self, state: Any, name: str, value: np.ndarray) -> None:
+        """Put an array of the state's shape into it."""
+        state.write_state(name, np.ascontiguousarray(value, np.float16))
+
     def run(
         self, inputs: Mapping[str, np.ndarray | torch.Tensor], state: Any = None
     ) -> dict[str, torch.Tensor]:

@@ -16,7 +16,8 @@ _ACTIVATIONS = ("silu", "gelu", "relu", "swish")
     title="No axis of a tensor may exceed the limit of the chip",
     source=f"{SILICON}: 16384 through A15 and M1, 65536 for the channel axis on M2, 65536 from A16; {ANEFORGE} for M3"
     " to M5; more-ane-transformers: `Output blob dimensions exceed ANE limit` for a linear of 50257 (documentation)",
-    mend="split the op along the axis (a head into several projections), or leave logits out (prefill.outputs: kv)",
+    mend="split the op along the axis (a head into several projections: prefill.head_limit), or leave logits out"
+    " (prefill.outputs: kv)",
 )
 def axis_limit(function: FunctionView) -> Iterator[Found]:
     """An input, state or computed tensor with an axis beyond the limit; axis 1 of rank 4 is the channel axis."""

@@ -15,16 +15,25 @@ from coremltools.converters.mil.mil import Function, Program, types
 from pdconvert.blocks import KeysValuesLayer
 from pdconvert.errors import InputError
 from pdconvert.lowering.aten import ROWS, slice_axis
-from pdconvert.lowering.contract import FunctionShape, Interface, Part, input_ports, output_ports
+from pdconvert.lowering.contract import (
+    FunctionShape,
+    Interface,
+    Part,
+    input_ports,
+    output_ports,
+    state_ports,
+)
 from pdconvert.lowering.export import BlockGraph, export_block, signature
 from pdconvert.model import ModelSpec
 from pdconvert.program import Block
 from pdconvert.quant.grid import LutLinear, QuantizedLinear
-from pdconvert.quant.store import Stored
+from pdconvert.quant.store import Stored, equal
 
 DTYPES = {"fp16": types.fp16, "int32": types.int32}
 SPECIFICATION_VERSIONS = {"iOS16": 7, "iOS17": 8, "iOS18": 9}
 VIEWS = ("aten.view.default", "aten.reshape.default")
+NARROWS = ("aten.narrow.default", "aten.narrow.int")
+EMBEDDING = "embedding_weight"
 LoadBlock = Callable[[str], Mapping[str, Stored]]
 
 
@@ -66,6 +75,8 @@ class Lowering:
         for shape in shapes:
             ports = input_ports(self.spec, shape, self.interface, part)
             inputs = {port.name: mb.placeholder(shape=port.shape, dtype=DTYPES[port.dtype]) for port in ports}
+            for port in state_ports(self.spec, self.interface):
+                inputs[port.name] = mb.state_tensor_placeholder(port.shape, DTYPES[port.dtype])
             with Function(inputs, opset_version=getattr(ct.target, self.target)) as function:
                 function.set_outputs(self._function(dict(function.inputs), shape, part))
             program.add_function(shape.name, function)
@@ -77,14 +88,13 @@ class Lowering:
         hidden = inputs["hidden"] if "hidden" in inputs else self._embed(inputs["token_ids"])
         caches: dict[str, list[Any]] = {"k": [], "v": []}
         rope_mask = [inputs["rope_cos"], inputs["rope_sin"], inputs["mask"]]
+        held = {
+            port.name: mb.read_state(input=inputs[port.name], name=f"{port.name}_before")
+            for port in state_ports(self.spec, self.interface)
+        }
         for index, block in enumerate(self.skeletons[part.first : part.last]):
-            heads = block.spec.kv_heads
             attends = shape.past and not isinstance(block.module, KeysValuesLayer)
-            past = [
-                slice_axis(f"{_identifier(block.name)}_{name}", inputs[name], 1, index * heads, heads)
-                for name in ("past_k", "past_v")
-                if attends
-            ]
+            past = _past(block, index, shape, inputs, held) if attends else []
             results = dict(
                 zip(block.outputs, self._block(block, shape, [hidden, *rope_mask, *past]), strict=True)
             )
@@ -92,10 +102,12 @@ class Lowering:
             for name, values in caches.items():
                 values.append(results[name])
         outputs = [_gather_cache(values, name) for name, values in caches.items()]
+        if held:
+            _write_states(inputs, held, outputs)
         if not part.ends:
             outputs.append(mb.identity(x=hidden, name="next_hidden"))
         elif self.interface.outputs == "logits":
-            outputs.append(self._logits(hidden, inputs.get("row"), shape))
+            outputs += self._logits(hidden, inputs.get("row"), shape)
         wanted = [port.name for port in output_ports(self.spec, shape, self.interface, part)]
         assert [output.name for output in outputs] == wanted, "outputs differ from the contract"
         return outputs
@@ -110,15 +122,19 @@ class Lowering:
             rows = mb.mul(x=rows, y=np.float16(scale), name="embedding_scaled")
         return mb.expand_dims(x=mb.transpose(x=rows, perm=[0, 2, 1]), axes=[2], name="embedding_hidden")
 
-    def _logits(self, hidden: Any, row: Any, shape: FunctionShape) -> Any:
-        """hidden (1, H, 1, S) → logits (1, V, 1, S), or (1, V, 1, 1) of one row by a one-hot `row` (1, 1, S, 1)."""
+    def _logits(self, hidden: Any, row: Any, shape: FunctionShape) -> list[Any]:
+        """hidden (1, H, 1, S) → logits (1, V, 1, S), or (1, V, 1, 1) of one row by a one-hot `row` (1, 1, S, 1).
+
+        Of a head in parts, the logits of each.
+        """
         if row is not None:
             size, shape = self.spec.hidden_size, FunctionShape(1)
             states = mb.reshape(x=hidden, shape=[1, 1, size, hidden.shape[3]], name="head_states")
             chosen = mb.matmul(x=states, y=row, name="head_row")
             hidden = mb.reshape(x=chosen, shape=[1, size, 1, 1], name="head_hidden")
-        (logits,) = self._block(self.skeletons[-1], shape, [hidden])
-        return mb.identity(x=logits, name="logits")
+        pieces = self._block(self.skeletons[-1], shape, [hidden])
+        names = ["logits"] if len(pieces) == 1 else [f"logits_{index + 1}" for index in range(len(pieces))]
+        return [mb.identity(x=piece, name=name) for name, piece in zip(names, pieces, strict=True)]
 
     def _block(self, block: Block, shape: FunctionShape, inputs: Sequence[Any]) -> list[Any]:
         """Lower one block: its graph with its constants; `inputs` beyond what it takes are left out."""
@@ -136,17 +152,25 @@ class Lowering:
         return _Walk(self, block.name, values, constants).run(graph.graph)
 
     def _constant(self, block: str, parameter: _Parameter) -> Any:
-        """A parameter as a MIL constant; equal names share one blob across functions."""
-        label, value = _identifier(f"{block}.{parameter.name}"), parameter.graph_value()
+        """A parameter as a MIL constant; equal weight ids share one blob, across functions and within one."""
+        label, value = _identifier(f"{block}.{parameter.name}{parameter.suffix}"), parameter.graph_value()
+        weight_id = EMBEDDING if self._is_embedding(block, parameter) else label
         if isinstance(value, QuantizedLinear):
-            return self._quantized(label, value, parameter.shape)
+            return self._quantized(label, weight_id, value, parameter.shape)
         if isinstance(value, LutLinear):
             return self._tables(label, value, parameter.shape)
         constant = mb.const(val=value.numpy().reshape(parameter.shape), name=label)
-        constant.op.weight_id = label
+        constant.op.weight_id = weight_id
         return constant
 
-    def _quantized(self, label: str, record: QuantizedLinear, shape: tuple[int, ...]) -> Any:
+    def _is_embedding(self, block: str, parameter: _Parameter) -> bool:
+        """Whether a parameter is the tied head, whole and as the embedding in the graph is stored."""
+        whole = parameter.rows is None and parameter.factor == 1
+        if (block, parameter.name) != ("head", "lm_head.weight") or self.interface.embedding != "graph":
+            return False
+        return self.spec.tied and whole and equal(parameter.value, self.load("embedding")["weight"])
+
+    def _quantized(self, label: str, weight_id: str, record: QuantizedLinear, shape: tuple[int, ...]) -> Any:
         codes = record.codes.numpy().reshape(shape)
         if record.bits == 4:
             codes = codes.astype(types.np_int4_dtype)
@@ -166,7 +190,7 @@ class Lowering:
         else:
             raise InputError(f"{label}: weights in groups need the target iOS18, not {self.target}")
         for part, variable in parts.items():
-            variable.op.weight_id = f"{label}_{part}"
+            variable.op.weight_id = f"{weight_id}_{part}"
         return result
 
     def _tables(self, label: str, record: LutLinear, shape: tuple[int, ...]) -> Any:
@@ -186,22 +210,33 @@ class _Parameter:
 
     Attributes:
         factor: what the graph multiplies the stored value by; of a record, its scales.
+        rows: (first, one beyond the last) of the outputs that the graph takes; all where None.
     """
 
     name: str
     value: Stored
     shape: tuple[int, ...]
     factor: float = 1.0
+    rows: tuple[int, int] | None = None
+
+    @property
+    def suffix(self) -> str:
+        """What tells parts of one parameter apart."""
+        return "" if self.rows is None else f".{self.rows[0]}"
 
     def graph_value(self) -> Stored:
         """The stored value times the factor, rounded to fp16 once more where the factor is no power of two."""
-        if self.factor == 1:
-            return self.value
+        span = slice(*(self.rows or (None,)))
         if isinstance(self.value, QuantizedLinear):
-            return replace(self.value, scales=(self.value.scales.float() * self.factor).half())
+            codes, scales = self.value.codes[span], self.value.scales[span]
+            scales = scales if self.factor == 1 else (scales.float() * self.factor).half()
+            return replace(self.value, codes=codes, scales=scales)
         if isinstance(self.value, LutLinear):
-            return replace(self.value, tables=(self.value.tables.float() * self.factor).half())
-        return (self.value.float() * self.factor).half()
+            assert self.rows is None, "only the head is cut, and it has no tables"
+            tables = self.value.tables.float() * self.factor
+            return replace(self.value, tables=tables.half())
+        value = self.value[span]
+        return value if self.factor == 1 else (value.float() * self.factor).half()
 
 
 @dataclass
@@ -228,6 +263,14 @@ class _Walk:
             parameter = self.parameters[source.name]
             self.parameters[node.name] = replace(parameter, shape=tuple(node.meta["val"].shape))
             return
+        if target in NARROWS and isinstance(source, torch.fx.Node) and source.name in self.parameters:
+            parameter = self.parameters[source.name]
+            arguments: Any = node.args[1:]
+            axis, first, length = arguments
+            assert axis == 0 and parameter.rows is None, "a parameter is cut along its outputs, once"
+            size = tuple(node.meta["val"].shape)
+            self.parameters[node.name] = replace(parameter, rows=(first, first + length), shape=size)
+            return
         if _only_feeds_products(node):
             return
         if target not in ROWS:
@@ -240,8 +283,8 @@ class _Walk:
             (x, flip_x), (y, flip_y) = (_transposed(argument) for argument in node.args)
             self.values[node.name] = ROWS[target](name, self._value(x), self._value(y), flip_x, flip_y)
             return
-        arguments = [self._value(argument) for argument in node.args]
-        self.values[node.name] = ROWS[target](name, *arguments, **node.kwargs)
+        values = [self._value(argument) for argument in node.args]
+        self.values[node.name] = ROWS[target](name, *values, **node.kwargs)
 
     def _value(self, argument: Any) -> Any:
         if isinstance(argument, torch.fx.Node):
@@ -280,6 +323,41 @@ def _gather_cache(values: Sequence[Any], name: str) -> Any:
         if len(values) == 1
         else mb.concat(values=list(values), axis=1, name=name)
     )
+
+
+def _past(
+    block: Block, index: int, shape: FunctionShape, inputs: dict[str, Any], held: dict[str, Any]
+) -> list[Any]:
+    """Keys and values (1, heads, D, C) of a layer's past, from the inputs or from what the states held before."""
+    heads, dim, label = block.spec.kv_heads, block.spec.head_dim, _identifier(block.name)
+    if not held:
+        return [
+            slice_axis(f"{label}_{name}", inputs[name], 1, index * heads, heads)
+            for name in ("past_k", "past_v")
+        ]
+    past = []
+    for name, state in held.items():
+        end = [index + 1, heads * dim, 1, shape.past]
+        layer = mb.slice_by_index(x=state, begin=[index, 0, 0, 0], end=end, name=f"{label}_{name}")
+        past.append(mb.reshape(x=layer, shape=[1, heads, dim, shape.past], name=f"{label}_past_{name[0]}"))
+    return past
+
+
+def _write_states(inputs: dict[str, Any], held: dict[str, Any], new: Sequence[Any]) -> None:
+    """Put the new keys and values (1, L·heads, D, S) into the columns that `write` (1, 1, S, N) names.
+
+    A product with one-hot rows places them and is exact; the rest of a column keeps what it held. No bound is
+    known at run time only, which the Neural Engine's compiler would refuse.
+    """
+    written = mb.reduce_sum(x=inputs["write"], axes=[2], keep_dims=True, name="written")
+    kept = mb.sub(x=np.float16(1), y=written, name="kept")
+    for (name, state), value in zip(held.items(), new, strict=True):
+        placed = mb.matmul(x=value, y=inputs["write"], name=f"{name}_placed")
+        placed = mb.reshape(x=placed, shape=state.shape, name=f"{name}_new")
+        rest = mb.mul(x=state, y=kept, name=f"{name}_rest")
+        mb.coreml_update_state(
+            state=inputs[name], value=mb.add(x=rest, y=placed, name=f"{name}_after"), name=f"{name}_update"
+        )
 
 
 def _scope(node: torch.fx.Node) -> str:

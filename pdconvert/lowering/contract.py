@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,12 @@ from torch import Tensor, nn
 from pdconvert.blocks import Head, KeysValuesLayer
 from pdconvert.model import ModelSpec
 from pdconvert.program import Block
+
+STATES = ("k_cache", "v_cache")
+"""Names of the states."""
+
+STATE_STEP = 32
+"""Axes of a state that are a multiple of this are known to work (coremltools#2631: 270 fails, 256 works)."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +41,18 @@ class FunctionShape:
 
 @dataclass(frozen=True)
 class Port:
-    """A graph input or output. Dtypes are Core ML's names: "fp16" or "int32"."""
+    """A graph input, output or state. Dtypes are Core ML's names: "fp16" or "int32"."""
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     dtype: str = "fp16"
+    role: str = ""
 
     def manifest(self) -> dict[str, Any]:
-        """The port as the manifest lists it; the role is the name that the contract gives."""
-        axes, shape = list(self.axes), list(self.shape)
-        return {"name": self.name, "role": self.name, "shape": shape, "dtype": self.dtype, "axes": axes}
+        """The port as the manifest lists it; the role is the name unless several ports share one."""
+        axes, shape, role = list(self.axes), list(self.shape), self.role or self.name
+        return {"name": self.name, "role": role, "shape": shape, "dtype": self.dtype, "axes": axes}
 
 
 @dataclass(frozen=True)
@@ -75,11 +83,27 @@ class Interface:
         embedding: "host" or "graph".
         outputs: "kv" or "logits".
         logits: "row" or "all".
+        state_columns: tokens that the states hold; 0 where the past is an input.
+        head_limit: most token ids of one output of logits.
     """
 
     embedding: str = "host"
     outputs: str = "kv"
     logits: str = "row"
+    state_columns: int = 0
+    head_limit: int = 16384
+
+
+def vocabulary_parts(vocabulary: int, limit: int) -> tuple[tuple[int, int], ...]:
+    """Runs of token ids, (first, one beyond the last), as few and as equal as the limit allows."""
+    size = -(-vocabulary // -(-vocabulary // limit))
+    return tuple((first, min(first + size, vocabulary)) for first in range(0, vocabulary, size))
+
+
+def state_columns(shapes: Sequence[FunctionShape]) -> int:
+    """Tokens that states need for these functions, as a multiple that the Neural Engine takes for a last axis."""
+    longest = max(shape.keys for shape in shapes)
+    return -(-longest // STATE_STEP) * STATE_STEP
 
 
 def input_ports(
@@ -95,7 +119,9 @@ def input_ports(
         ports = [Port("hidden", (1, spec.hidden_size, 1, tokens), ("1", "hidden", "1", "token"))]
     ports += [Port("rope_cos", *rope), Port("rope_sin", *rope)]
     ports.append(Port("mask", (1, 1, shape.keys, tokens), ("1", "1", "key", "token")))
-    if past:
+    if interface.state_columns:
+        ports.append(Port("write", (1, 1, tokens, interface.state_columns), ("1", "1", "token", "column")))
+    elif past:
         cache = (1, (part.last - part.first) * spec.kv_heads, spec.head_dim, past)
         axes = ("1", "layer*kv_head", "head_dim", "past_token")
         ports += [Port("past_k", cache, axes), Port("past_v", cache, axes)]
@@ -117,9 +143,32 @@ def output_ports(
             Port("next_hidden", (1, spec.hidden_size, 1, shape.tokens), ("1", "hidden", "1", "token"))
         )
     elif interface.outputs == "logits":
-        rows, axis = (1, "1") if interface.logits == "row" else (shape.tokens, "token")
-        ports.append(Port("logits", (1, spec.vocab_size, 1, rows), ("1", "vocabulary", "1", axis)))
+        ports += _logits_ports(spec, shape, interface)
     return ports
+
+
+def _logits_ports(spec: ModelSpec, shape: FunctionShape, interface: Interface) -> list[Port]:
+    """`logits`, or `logits_1`, `logits_2` and so on where the vocabulary is cut."""
+    rows, axis = (1, "1") if interface.logits == "row" else (shape.tokens, "token")
+    axes = ("1", "vocabulary", "1", axis)
+    parts = vocabulary_parts(spec.vocab_size, interface.head_limit)
+    names = ["logits"] if len(parts) == 1 else [f"logits_{number + 1}" for number in range(len(parts))]
+    return [
+        Port(name, (1, end - first, 1, rows), axes, role="logits")
+        for name, (first, end) in zip(names, parts, strict=True)
+    ]
+
+
+def state_ports(spec: ModelSpec, interface: Interface) -> list[Port]:
+    """The states of every function: the keys and the values of all tokens so far; none where the past is an input.
+
+    Layers first, then the channels of all heads: every axis but the first is one that the Neural Engine takes, for
+    any number of layers and heads.
+    """
+    if not interface.state_columns:
+        return []
+    shape = len(spec.layers), spec.kv_heads * spec.head_dim, 1, interface.state_columns
+    return [Port(name, shape, ("layer", "kv_head*head_dim", "1", "column")) for name in STATES]
 
 
 class ContractForm(nn.Module):
@@ -133,18 +182,23 @@ class ContractForm(nn.Module):
         super().__init__()
         self.block = block.module
         self.layout = block.layout
-        self.form = type(block.module)
+        self.is_head = isinstance(block.module, Head)
+        self.keys_alone = isinstance(block.module, KeysValuesLayer)
 
     def forward(self, hidden: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         """hidden (1, H, 1, S); rope_cos, rope_sin (1, 1, D, S); mask (1, 1, K, S); past_k, past_v (1, h, D, C)."""
         if not self.layout.channels_first:
             hidden = hidden.squeeze(2).transpose(1, 2)
-        if self.form is Head:
-            logits = self.block(hidden)
-            return (logits if self.layout.channels_first else logits.transpose(1, 2).unsqueeze(2),)
+        if self.is_head:
+            pieces = self.block.pieces(hidden)
+            return (
+                pieces
+                if self.layout.channels_first
+                else tuple(x.transpose(1, 2).unsqueeze(2) for x in pieces)
+            )
         rest = tuple(rest) if self.layout.heads_first else tuple(part.transpose(2, 3) for part in rest)
         rope, mask, past = rest[:2], rest[2:3], rest[3:]
-        if self.form is KeysValuesLayer:
+        if self.keys_alone:
             keys, values = self.block(hidden, rope)
             return self.cache(keys), self.cache(values)
         hidden, keys, values = self.block(hidden, rope, *mask, tuple(past) or None)

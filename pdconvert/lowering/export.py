@@ -38,9 +38,9 @@ def signature(block: Block, shape: FunctionShape) -> tuple[Any, ...]:
     return block.spec, block.layout, shape, parts, parameters
 
 
-def _numbers(part: nn.Module) -> tuple[float | bool | None, ...]:
+def _numbers(part: nn.Module) -> tuple[Any, ...]:
     """What of a part becomes a literal of the graph, or decides its ops."""
-    return tuple(getattr(part, name, None) for name in ("eps", "gain_is_one", "scale"))
+    return tuple(getattr(part, name, None) for name in ("eps", "gain_is_one", "scale", "parts"))
 
 
 def export_block(block: Block, rope_dims: int, shape: FunctionShape) -> BlockGraph:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,6 +21,14 @@ Stored = Tensor | QuantizedLinear | LutLinear
 def dequantized(value: Stored) -> Tensor:
     """The value that a stored tensor stands for, fp32."""
     return value.float() if isinstance(value, Tensor) else value.dequantize()
+
+
+def equal(one: Stored, other: Stored) -> bool:
+    """Whether two stored tensors are the same to the bit, form included."""
+    if isinstance(one, QuantizedLinear) and isinstance(other, QuantizedLinear):
+        grids = (one.bits, one.group) == (other.bits, other.group)
+        return grids and torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales)
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
 
 
 def save_block(path: Path, tensors: Mapping[str, Stored]) -> None:

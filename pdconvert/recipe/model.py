@@ -24,7 +24,7 @@ class KvForm(Strict):
 
     Attributes:
         rope: `rotated` (keys after RoPE) or `raw` (before it).
-        storage: `io` (graph outputs) or `state` (a Core ML state; iOS 18 and later).
+        storage: of those before a call: `io` (the host's, an input) or `state` (Core ML states; iOS 18 and later).
     """
 
     rope: Literal["rotated", "raw"] = "rotated"
@@ -75,6 +75,8 @@ class Prefill(Strict):
         target: the oldest OS that loads the package.
         outputs: `kv` ends at the last layer's keys and values; `logits` keeps the head.
         logits: with those, of one `row` that an input chooses, or of `all` rows.
+        head_limit: most token ids of one output of logits; more are cut into several (pass split_head). 16384 fits
+            the Neural Engine of every chip, 65536 those from A16 and M2 on.
         embedding: where token ids become vectors: on the `host` or in the `graph`.
         kv: the form of keys and values.
         split_model: cuts the package into parts under a size; left out, it is one.
@@ -84,6 +86,7 @@ class Prefill(Strict):
     target: Literal["iOS16", "iOS17", "iOS18"] = "iOS18"
     outputs: Literal["kv", "logits"] = "kv"
     logits: Literal["row", "all"] = "row"
+    head_limit: int = Field(default=16384, ge=1, le=LARGEST_AXIS)
     embedding: Literal["host", "graph"] = "host"
     kv: KvForm = KvForm()
     split_model: SplitModel | None = None
@@ -99,6 +102,11 @@ class Prefill(Strict):
                 fail(f"{name} is listed twice", path=["functions", index])
             if name.startswith("decode_") and self.outputs != "logits":
                 fail(f"{name} decodes, which needs prefill.outputs: logits", path=["functions", index])
+        if self.kv.storage == "state":
+            if self.kv.rope == "raw":
+                fail("state holds rotated keys, which raw keys are not; use io", path=["kv", "storage"])
+            if self.split_model is not None:
+                fail("state is of one package, which split_model cuts; use io", path=["kv", "storage"])
         if self.target in ("iOS16", "iOS17"):
             if self.kv.storage == "state":
                 fail(f"state needs prefill.target iOS18 or later, not {self.target}", path=["kv", "storage"])

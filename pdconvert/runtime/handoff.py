@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pdconvert.errors import InputError
+from pdconvert.runtime.layouts import graph_to_native, native_to_graph
 
 KeyForm = Literal["rotated", "raw"]
 
@@ -50,21 +51,16 @@ class KeysValues:
             form: what `keys` holds.
             start: position of the first token.
         """
-        return cls(_by_layer(keys, layers, tokens), _by_layer(values, layers, tokens), form, start)
+        by_layer = [graph_to_native(side[..., :tokens], layers) for side in (keys, values)]
+        return cls(by_layer[0], by_layer[1], form, start)
 
     def graph_keys(self) -> np.ndarray:
         """Keys in the graph's layout, (1, layers · kv_heads, head_dim, n)."""
-        return np.concatenate([layer.swapaxes(2, 3) for layer in self.keys], 1)
+        return native_to_graph(self.keys)
 
     def graph_values(self) -> np.ndarray:
         """Values in the graph's layout."""
-        return np.concatenate([layer.swapaxes(2, 3) for layer in self.values], 1)
-
-
-def _by_layer(x: np.ndarray, layers: int, tokens: int) -> tuple[np.ndarray, ...]:
-    _, rows, dim, columns = x.shape
-    heads = x.reshape(layers, rows // layers, dim, columns)[..., :tokens].swapaxes(2, 3)
-    return tuple(np.ascontiguousarray(layer[None]) for layer in heads)
+        return native_to_graph(self.values)
 
 
 def fill_caches(model: Any, kv: KeysValues | None, dtype: Any, capacity: int = 0) -> list[Any]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from pdconvert import schema
 from pdconvert.errors import InputError
 from pdconvert.runtime.handoff import KeyForm
@@ -16,7 +18,7 @@ DECODE_FOLDER = "decode"
 
 @dataclass(frozen=True)
 class Port:
-    """One input or output of a function."""
+    """One input, output or state of a function."""
 
     name: str
     role: str
@@ -26,13 +28,23 @@ class Port:
 
 @dataclass(frozen=True)
 class Function:
-    """One static entry point of the package: `tokens` new tokens on up to `past` cached ones."""
+    """One static entry point of the package: `tokens` new tokens on up to `past` cached ones.
+
+    Attributes:
+        states: keys and values that live on from call to call; none where the past is an input.
+    """
 
     name: str
     tokens: int
     past: int
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+    states: tuple[Port, ...] = ()
+
+    def logits(self, outputs: Mapping[str, Any]) -> np.ndarray:
+        """The logits (1, V, 1, n) fp32 among a call's outputs, put together where the vocabulary is cut."""
+        parts = [np.asarray(outputs[port.name], np.float32) for port in self.outputs if port.role == "logits"]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, 1)
 
 
 @dataclass(frozen=True)
@@ -103,7 +115,13 @@ class Manifest:
         return self.build / DECODE_FOLDER
 
     def parts_of(self, function: str) -> tuple[Part, ...]:
-        """Where the layers of a function lie, in order."""
+        """Where the layers of a function lie, in order.
+
+        Raises:
+            InputError: the build has no such function.
+        """
+        if function not in self.functions:
+            raise InputError(f"{self.build}: no function {function!r}; it has {', '.join(self.functions)}")
         return tuple(
             Part(package, *layers, inputs=tuple(port.name for port in functions[function].inputs))
             for package, layers, functions in self.packages
@@ -169,8 +187,9 @@ def _part(
 
 
 def _function(name: str, fields: _Fields) -> Function:
-    inputs, outputs = (tuple(_port(item) for item in fields.objects(key)) for key in ("inputs", "outputs"))
-    return Function(name, fields.integer("sequence_length"), fields.integer("past_length"), inputs, outputs)
+    keys = ("inputs", "outputs", *(["states"] if "states" in fields.values else []))
+    ports = [tuple(_port(item) for item in fields.objects(key)) for key in keys]
+    return Function(name, fields.integer("sequence_length"), fields.integer("past_length"), *ports)
 
 
 def _port(fields: _Fields) -> Port:

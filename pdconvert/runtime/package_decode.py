@@ -10,7 +10,8 @@ import numpy as np
 from pdconvert.errors import InputError
 from pdconvert.runtime.handoff import KeysValues
 from pdconvert.runtime.manifest import Function
-from pdconvert.runtime.prefill import Past, Prefill
+from pdconvert.runtime.past import Past
+from pdconvert.runtime.prefill import Prefill
 
 
 def decode_functions(functions: Iterable[Function]) -> tuple[Function, ...]:
@@ -64,7 +65,7 @@ class PackageDecoder:
             kv: what the package gave for the prompt.
             capacity: tokens that it shall hold without growing.
         """
-        past = Past(self.prefill.manifest, kv)
+        past = self.prefill.new_past(kv)
         past.reserve(min(capacity, self.functions[-1].past))
         return past
 
@@ -90,11 +91,10 @@ class PackageDecoder:
         if function is None:
             raise InputError(f"the context is full: {self.functions[-1].name} holds {self.context} tokens")
         outputs = self.prefill.call(function, [token], cache)
-        port = next(port for port in function.outputs if port.role == "logits")
-        row = np.asarray(outputs[port.name], np.float32).reshape(-1)
+        row = function.logits(outputs).reshape(-1)
         vocabulary = self.prefill.manifest.vocab_size
         if row.size != vocabulary:
             raise InputError(
-                f"{function.name}: {port.name} has {row.size} values, and the vocabulary has {vocabulary}"
+                f"{function.name}: logits has {row.size} values, and the vocabulary has {vocabulary}"
             )
         return row

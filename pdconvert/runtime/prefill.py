@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,16 +15,9 @@ from pdconvert.runtime.embedding import HostEmbedding
 from pdconvert.runtime.handoff import KeysValues
 from pdconvert.runtime.manifest import Function, Manifest, Port
 from pdconvert.runtime.mask import MASKED, causal_mask
+from pdconvert.runtime.past import HostPast, Past, Session, StatePast
 from pdconvert.runtime.prefix_cache import PrefixCache
-from pdconvert.runtime.rope import rope_tables, rotate_layers
-
-
-class Session(Protocol):
-    """A function of the package, ready to run."""
-
-    def run(self, inputs: Mapping[str, np.ndarray]) -> Mapping[str, Any]:
-        """Outputs by name, as arrays or CPU tensors, for inputs by name."""
-
+from pdconvert.runtime.rope import rope_tables
 
 Opener = Callable[[Function], Session]
 """Opens one function of the package."""
@@ -102,26 +95,34 @@ class Prefill:
             CheckFailed: the package gives values that are not finite.
         """
         manifest, cache = self.manifest, self.cache if past is None else None
-        buffer = Past(manifest, past)
+        buffer = self.new_past(past)
         done = buffer.length
         plan = plan_chunks(manifest.functions.values(), done, len(ids))
         calls = [(chunk.function, ids[chunk.start - done :][: chunk.length]) for chunk in plan]
         keys = cache.keys((function.name, part) for function, part in calls) if cache else [""] * len(calls)
+        rows = manifest.layers * manifest.kv_heads
         for key, (function, part) in zip(keys, calls, strict=True):
             start = buffer.length
-            block = cache.get(key, (2, *buffer.shape(len(part)))) if cache else None
+            block = cache.get(key, (2, 1, rows, manifest.head_dim, len(part))) if cache else None
             if block is not None:
                 buffer.append(block[0], block[1], self.rope)
                 self.cached_tokens += len(part)
                 continue
             self.call(function, part, buffer)
             if cache:
-                cache.put(key, buffer.block(start))
+                cache.put(key, np.stack((buffer.keys()[..., start:], buffer.values()[..., start:])))
         if cache:
             cache.touch(keys)
         return KeysValues.from_graph(
             buffer.keys(), buffer.values(), manifest.layers, buffer.length, manifest.key_form
         )
+
+    def new_past(self, kv: KeysValues | None = None) -> Past:
+        """What the first call goes on from: nothing, or K and V that are copied."""
+        function = next(iter(self.manifest.functions.values()))
+        if not function.states:
+            return HostPast(self.manifest, kv)
+        return StatePast(self.manifest, kv, function.states, self.session(function))
 
     def call(self, function: Function, ids: Sequence[int], past: Past) -> Mapping[str, Any]:
         """Run a function once on top of `past`, which takes up the new K and V.
@@ -134,12 +135,11 @@ class Prefill:
         Returns:
             The function's outputs by name.
         """
-        past.reserve(function.past)
         inputs = {port.name: self._input(port, list(ids), function, past) for port in function.inputs}
-        outputs = self.session(function).run(inputs)
+        outputs = past.run(self.session(function), inputs)
         self.calls += 1
-        keys, values = (self._output(name, outputs, function) for name in ("k", "v"))
-        past.append(keys[..., : len(ids)], values[..., : len(ids)], self.rope)
+        keys, values = (self._output(name, outputs, function)[..., : len(ids)] for name in ("k", "v"))
+        past.take(keys, values, self.rope)
         return outputs
 
     def _input(self, port: Port, ids: list[int], function: Function, past: Past) -> np.ndarray:
@@ -151,9 +151,8 @@ class Prefill:
             "rope_cos": lambda: self.rope[0][..., span],
             "rope_sin": lambda: self.rope[1][..., span],
             "mask": lambda: self._mask(past.length, function),
-            "past_k": lambda: past.graph_keys[..., : function.past],
-            "past_v": lambda: past.graph_values[..., : function.past],
             "row": lambda: _one_hot(len(ids) - 1, function.tokens),
+            **past.inputs(function, len(ids)),
         }
         if port.role not in build:
             raise InputError(
@@ -192,75 +191,6 @@ class Prefill:
                 f"{function.name}: output {port.name} is not finite in fp16; run `pdconvert verify` on this build"
             )
         return value
-
-
-class Past:
-    """K and V so far, in the graph's layout, in buffers that grow by doubling and are zero beyond the tokens.
-
-    Attributes:
-        length: tokens so far.
-        graph_keys, graph_values: what the graph takes as past: rotated keys, values.
-    """
-
-    def __init__(self, manifest: Manifest, past: KeysValues | None):
-        self.length = 0
-        self._raw = manifest.key_form == "raw"
-        self._kv_heads, self._unrotated = manifest.kv_heads, manifest.rope.unrotated_layers
-        self._rows, self._dim = manifest.layers * manifest.kv_heads, manifest.head_dim
-        self.graph_keys = self.graph_values = self._raw_keys = np.zeros(self.shape(0), np.float16)
-        if past is not None:
-            cos, sin = rope_tables(manifest.rope.inv_freq, manifest.rope.attention_factor, 0, past.tokens)
-            self.append(past.graph_keys(), past.graph_values(), (cos, sin))
-
-    def shape(self, tokens: int) -> tuple[int, int, int, int]:
-        """(1, L·H_kv, D, n): shape of the keys, and of the values, of n tokens."""
-        return 1, self._rows, self._dim, tokens
-
-    def reserve(self, columns: int) -> None:
-        """Make the buffers at least that wide."""
-        if columns > self.graph_keys.shape[-1]:
-            self.graph_keys, self.graph_values = (
-                _grown(x, columns) for x in (self.graph_keys, self.graph_values)
-            )
-            self._raw_keys = _grown(self._raw_keys, columns) if self._raw else self.graph_keys
-
-    def append(self, keys: np.ndarray, values: np.ndarray, rope: tuple[np.ndarray, np.ndarray]) -> None:
-        """Add the new columns of a call; raw keys are turned here for the graph's next past.
-
-        Args:
-            keys, values: (1, L·H_kv, D, n).
-            rope: tables of all positions from 0 on.
-        """
-        end = self.length + keys.shape[-1]
-        if end > self.graph_keys.shape[-1]:
-            self.reserve(max(end, 2 * self.graph_keys.shape[-1]))
-        span = slice(self.length, end)
-        self._raw_keys[..., span] = keys
-        self.graph_values[..., span] = values
-        if self._raw:
-            # From the fp16 values that are handed on, so that it makes no difference whether they come from a call.
-            kept, (cos, sin) = self._raw_keys[..., span], (table[..., span] for table in rope)
-            self.graph_keys[..., span] = rotate_layers(kept, cos, sin, self._kv_heads, self._unrotated)
-        self.length = end
-
-    def keys(self) -> np.ndarray:
-        """All keys as the graph gave them, (1, L·H_kv, D, n)."""
-        return self._raw_keys[..., : self.length]
-
-    def values(self) -> np.ndarray:
-        """All values, (1, L·H_kv, D, n)."""
-        return self.graph_values[..., : self.length]
-
-    def block(self, start: int) -> np.ndarray:
-        """A copy of keys and values from a token on, (2, 1, L·H_kv, D, n) fp16."""
-        return np.stack((self.keys()[..., start:], self.values()[..., start:]))
-
-
-def _grown(buffer: np.ndarray, size: int) -> np.ndarray:
-    """A copy with `size` columns, new ones zero."""
-    grown = np.zeros((*buffer.shape[:-1], size), buffer.dtype)
-    grown[..., : buffer.shape[-1]] = buffer
-    return grown
 
 
 def _padded(ids: list[int], tokens: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pdconvert.errors import InputError
 from pdconvert.runtime.manifest import Manifest, Part
 
 if TYPE_CHECKING:
@@ -38,9 +39,19 @@ class Chain:
         """Why that executor runs."""
         return f"{self.sessions[0].reason}; {len(self.parts)} parts"
 
+    rounds_states = True
+
     def make_state(self) -> dict[str, Any]:
         """No states: a split build hands its cache over as inputs and outputs."""
         return {}
+
+    def read_state(self, state: Any, name: str) -> np.ndarray:
+        """Refused: there is none."""
+        raise InputError(f"a build in parts has no state {name}; build again")
+
+    def write_state(self, state: Any, name: str, value: np.ndarray) -> None:
+        """Refused: there is none."""
+        self.read_state(state, name)
 
     def run(self, inputs: Mapping[str, Any], state: Any = None) -> dict[str, Any]:
         """Run all parts in order; the outputs are those of a build in one part."""

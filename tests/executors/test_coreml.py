@@ -65,6 +65,33 @@ def test_what_core_ml_is_asked(package: Path, monkeypatch: pytest.MonkeyPatch) -
         session.run({"y": INPUTS["x"]})
 
 
+class FakeState:
+    """Stands for coremltools' MLState."""
+
+    def __init__(self) -> None:
+        self.held = {"memory": np.zeros((2, 3), np.float16)}
+
+    def read_state(self, name: str) -> np.ndarray:
+        return self.held[name]
+
+    def write_state(self, name: str, value: np.ndarray) -> None:
+        self.held[name] = value
+
+
+def test_states_are_read_as_copies_and_written_in_fp16(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ct.models, "MLModel", FakeModel)
+    session, state = CoremlSession(package), FakeState()
+    read = session.read_state(state, "memory")
+    read[0] = 1 / 3
+    assert not state.held["memory"].any()
+    session.write_state(state, "memory", read.astype(np.float32))
+    assert state.held["memory"].dtype == np.float16
+    np.testing.assert_array_equal(session.read_state(state, "memory"), read)
+    assert session.rounds_states
+
+
 def test_unknown_compute_units(package: Path) -> None:
     with pytest.raises(
         InputError, match="compute units 'npu' are not one of all, cpu_and_ne, cpu_and_gpu, cpu_only"

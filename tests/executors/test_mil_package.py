@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from mil_programs import ct, mb, save_program, types
 
+from pdconvert.cli import main
 from pdconvert.errors import InputError
 from pdconvert.executors.mil import MilSession, Package, ValueInfo, dtypes
 from pdconvert.executors.mil.blob import BlobFile, unpack_bits
@@ -197,6 +199,38 @@ def test_damage_is_told_in_one_line(name: str, damaged: Path) -> None:
     assert message in text
     assert str(damaged) in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize("command", ["exec", "inspect", "lint"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "manifest without model",
+        "no weight file",
+        "weight file cut in a record",
+        "spec version too new",
+        "unknown op",
+        "no package",
+        "model file damaged",
+    ],
+)
+def test_the_command_line_tells_it_in_one_line(
+    name: str, command: str, damaged: Path, tmp_path: Path
+) -> None:
+    """What is read but not run may hold an op that cannot be run."""
+    damage, message = DAMAGE[name]
+    damage(damaged)
+    inputs = tmp_path / "in.npz"
+    np.savez(inputs, x=np.zeros((1, 8), np.float16))
+    options = ["--inputs", str(inputs)] if command == "exec" else []
+    result = CliRunner().invoke(main, [command, str(damaged), *options])
+    if name == "unknown op" and command != "exec":
+        assert result.exit_code != 2
+        assert "quantum_linear" in CliRunner().invoke(main, ["inspect", str(damaged)]).stdout
+        return
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_link_out_of_the_package_is_not_followed(damaged: Path, tmp_path: Path) -> None:

@@ -26,25 +26,29 @@ LIMIT = 288
 """The longest prompt that FUNCTIONS take."""
 
 
-_made: dict[tuple[str, str], Path] = {}
+_made: dict[tuple[str, ...], Path] = {}
 
 
-def tiny_build(factory: pytest.TempPathFactory, form: str = "rotated", scheme: str = "none") -> Path:
+def tiny_build(
+    factory: pytest.TempPathFactory, form: str = "rotated", scheme: str = "none", storage: str = "io"
+) -> Path:
     """A build with FUNCTIONS and logits.
 
     Args:
         factory: of temporary folders.
         form: of the keys, "rotated" or "raw".
         scheme: of the weights, "none" or "w8a16".
+        storage: of the past, "io" or "state".
     """
-    if (form, scheme) not in _made:
-        _made[form, scheme] = _build(factory.mktemp(f"{form}-{scheme}"), form, scheme)
-    return _made[form, scheme]
+    key = form, scheme, storage
+    if key not in _made:
+        _made[key] = _build(factory.mktemp("-".join(key)), *key)
+    return _made[key]
 
 
-def _build(folder: Path, form: str, scheme: str) -> Path:
+def _build(folder: Path, form: str, scheme: str, storage: str) -> Path:
     data = load_recipe("tiny", overrides=[f"passes.quantize_weights.scheme={scheme}"]).resolved()
-    kv = {"rope": form, "storage": "io"}
+    kv = {"rope": form, "storage": storage}
     data["prefill"] |= {"functions": list(FUNCTIONS), "outputs": "logits", "kv": kv}
     recipe = recipe_from_data(data, where="test", folder=folder)
     assert build(recipe, folder / "build", use_cache=False).verdict == "pass"

@@ -95,7 +95,6 @@ class PlanBuilder:
         )
         held = read_value(proto, self._package.blobs)
         if isinstance(held, FileValue):
-            held.blob.raw(held.offset, held.dtype, held.shape)  # a damaged file is found when it is opened
             return Leaf(info, held, ("file", str(held.blob.path), held.offset, info))
         if isinstance(held, str | list):
             return Leaf(info, held, ("text", str(held)))

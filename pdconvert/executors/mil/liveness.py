@@ -4,9 +4,9 @@ A value's *root* is the tensor whose memory it shares (views share it with their
 
 - an op may write into an input that no later op reads through any value of the same root, unless the
   root belongs to the caller, to a constant or to a state;
-- `slice_update` may write into a state's own buffer if its result goes straight back to that state. Small
-  pieces of the old content that are read later are copied first. That is how a cache of 23 MB is updated
-  60 times a token without copying it.
+- an op that may, such as `slice_update`, may write into a state's own buffer if its result goes straight back to
+  that state, through others of this kind or not. Small pieces of the old content that are read later are copied
+  first. That is how a cache of 23 MB is updated 60 times a token without copying it.
 """
 
 import math
@@ -108,11 +108,7 @@ class Liveness:
             return False
         if root[0] == "fresh":
             return not self._read_after(index, root)
-        return (
-            step.info.op_type == "slice_update"
-            and self._returns_to_state(index, out, root[1])
-            and self._detach(index, step, root)
-        )
+        return self._returns_to_state(index, out, root[1]) and self._detach(index, step, root)
 
     def _detach(self, index: int, step: Step, root: Root) -> bool:
         """Let the step copy what is read later of the old content, if that is less than the whole.
@@ -138,7 +134,9 @@ class Liveness:
             step = self._steps[place]
             if step.state == state:
                 return step.kind == "write" and step.args[0] in carriers
-            chained = step.info.op_type == "slice_update" and step.args[0] in carriers
-            if chained and self._last[step.args[0]] == place:
+            if step.row is None or step.row.into is None:
+                continue
+            targets = [arg for arg in step.args[: step.row.targets] if isinstance(arg, int)]
+            if any(arg in carriers and self._last[arg] == place for arg in targets):
                 carriers.add(step.outs[0])
         return False

@@ -83,6 +83,22 @@ class MilSession:
         """Return the function's states, all zero."""
         return {name: _zeros(info) for name, info in self.function.states.items()}
 
+    @property
+    def rounds_states(self) -> bool:
+        """Whether states of type fp16 hold nothing finer."""
+        return self.mode == "fp16"
+
+    def read_state(self, state: State, name: str) -> np.ndarray:
+        """Return what a state holds; the array may share its memory."""
+        return state[name].numpy()
+
+    def write_state(self, state: State, name: str, value: np.ndarray) -> None:
+        """Put an array of the state's shape into it."""
+        with torch.inference_mode():
+            given = torch.from_numpy(value)
+            if given.data_ptr() != state[name].data_ptr():
+                state[name].copy_(given)
+
     def run(
         self, inputs: Mapping[str, np.ndarray | torch.Tensor], state: State | None = None
     ) -> dict[str, torch.Tensor]:

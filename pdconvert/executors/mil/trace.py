@@ -99,6 +99,12 @@ class Tracer:
         self.rounded = MilSession(package, function, mode="fp16", cache=cache)
         self._states = (self.exact.make_state(), self.rounded.make_state())
 
+    def set_states(self, values: Mapping[str, np.ndarray]) -> None:
+        """Let the next run go on from these states, by name."""
+        for name, value in values.items():
+            for session, state in zip((self.exact, self.rounded), self._states, strict=True):
+                session.write_state(state, name, value)
+
     def run(self, inputs: Mapping[str, np.ndarray | torch.Tensor]) -> Trace:
         """Run once in both modes.
 

@@ -114,7 +114,7 @@ def read_value(proto: Any, blobs: Mapping[str, BlobFile]) -> "FileValue | np.nda
         the numpy type of its element type.
 
     Raises:
-        InputError: a value that is not a tensor, does not fit its type, or names an unknown file.
+        InputError: a value that is not a tensor or does not fit its type, or a file that is unknown or damaged.
     """
     found = tensor_type(proto.type)
     if found is None:
@@ -123,7 +123,9 @@ def read_value(proto: Any, blobs: Mapping[str, BlobFile]) -> "FileValue | np.nda
         raise InputError(f"a constant of kind {proto.type.WhichOneof('type')} cannot be run")
     dtype, shape = found
     if proto.WhichOneof("value") == "blobFileValue":
-        return FileValue(blobs[proto.blobFileValue.fileName], proto.blobFileValue.offset, dtype, shape)
+        blob, offset = blobs[proto.blobFileValue.fileName], proto.blobFileValue.offset
+        blob.raw(offset, dtype, shape)  # a damaged file is found when it is opened
+        return FileValue(blob, offset, dtype, shape)
     tensor = proto.immediateValue.tensor
     field = tensor.WhichOneof("value")
     if field is None:
