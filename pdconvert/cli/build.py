@@ -5,11 +5,9 @@ from pathlib import Path
 
 import click
 
+from pdconvert import api
 from pdconvert.cli.params import UserPath, echo_json, json_option
-from pdconvert.process import check_output
 from pdconvert.progress import Progress
-
-DEFAULT_FOLDER = Path("build")
 
 
 @click.command("build", short_help="Compile a recipe and verify the result.")
@@ -49,13 +47,8 @@ def command(
     if dry_run:
         _print_recipe(resolved.resolved(), as_json)
         return
-    out = DEFAULT_FOLDER / resolved.name if out is None else out
-    check_output(out, force=force)  # before the seconds that the imports below take
-
-    from pdconvert.pipeline import build
-
     progress = Progress() if sys.stderr else Progress.silent()  # stderr may be closed
-    result = build(resolved, out, force=force, use_cache=not no_cache, progress=progress)
+    result = api.build(resolved, out, force=force, use_cache=not no_cache, progress=progress)
     if as_json:
         echo_json({"path": str(result.path), "verdict": result.verdict, "summary": result.summary})
     else:
