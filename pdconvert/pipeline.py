@@ -19,7 +19,7 @@ from torch import Tensor
 from pdconvert.cache import open_cache
 from pdconvert.cases import graph_cache, make_cases
 from pdconvert.checks import Check, verdict
-from pdconvert.compile import CompiledBlock, Compiler
+from pdconvert.compile import CompiledBlock, Compiler, StoredBlock
 from pdconvert.emit.manifest import Cost, Emitted, manifest, report, write_json
 from pdconvert.emit.mlx import check_store_equality, write_decode_folder
 from pdconvert.emit.vectors import Case, GreedyCase, write_vectors
@@ -181,7 +181,7 @@ def _write_packages(
         )
 
 
-def decode_tensors(plan: Plan, blocks: Sequence[CompiledBlock]) -> Iterator[tuple[str, Stored]]:
+def decode_tensors(plan: Plan, blocks: Sequence[StoredBlock]) -> Iterator[tuple[str, Stored]]:
     """The decode half's tensors by their mlx-lm names, one block at a time."""
     for block in blocks:
         tensors = block.tensors()
