@@ -9,9 +9,9 @@
 Importing pdconvert imports nothing heavy; torch and the others come with the first call that needs them.
 """
 
-from pdconvert.api import build, load
+from pdconvert.api import build, load, plan
 from pdconvert.errors import CheckFailed, InputError, PdconvertError
 
 __version__ = "0.1.0"
 
-__all__ = ["CheckFailed", "InputError", "PdconvertError", "__version__", "build", "load"]
+__all__ = ["CheckFailed", "InputError", "PdconvertError", "__version__", "build", "load", "plan"]

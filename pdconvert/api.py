@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from pdconvert.forecast.plan import Forecast
     from pdconvert.pipeline import BuildResult
     from pdconvert.progress import Progress
     from pdconvert.recipe import Recipe
@@ -47,18 +48,43 @@ def build(
         ValueError: `source` or `overrides` with a recipe that is loaded already.
     """
     from pdconvert.process import check_output
-    from pdconvert.recipe import Recipe, load_recipe
 
-    if not isinstance(recipe, Recipe):
-        recipe = load_recipe(os.fspath(recipe), source=source, overrides=overrides)
-    elif source is not None or overrides:
-        raise ValueError("source and overrides change a recipe when it is loaded; give them to load_recipe")
+    recipe = _loaded(recipe, source, overrides)
     folder = DEFAULT_FOLDER / recipe.name if out is None else Path(out)
     check_output(folder, force=force)  # before the seconds that the import below takes
 
     from pdconvert.pipeline import build as compile_pair
 
     return compile_pair(recipe, folder, force=force, use_cache=use_cache, progress=progress)
+
+
+def plan(
+    recipe: str | os.PathLike[str] | Recipe,
+    *,
+    source: str | None = None,
+    overrides: Sequence[str] = (),
+    chips: Sequence[str] = (),
+) -> Forecast:
+    """Compute what a build would take and give, without reading weights: `pdconvert plan`.
+
+    Args:
+        recipe, source, overrides: as of `build`.
+        chips: names of chips to predict times for; all known ones by default.
+
+    Returns:
+        Sizes of both halves, peak memory of the build, work of each function, and predicted times.
+
+    Raises:
+        InputError: the recipe, or the model's config, cannot be built, or a chip is unknown.
+        ValueError: as of `build`.
+    """
+    from pdconvert.forecast.chips import chosen_chips
+
+    chosen = chosen_chips(chips)
+    loaded = _loaded(recipe, source, overrides)
+    from pdconvert.forecast.plan import forecast
+
+    return forecast(loaded, chosen)
 
 
 def load(
@@ -95,3 +121,14 @@ def load(
         decode=decode,
         stores=disk_stores(None if prefix_cache is None else Path(prefix_cache), limit),
     )
+
+
+def _loaded(recipe: str | os.PathLike[str] | Recipe, source: str | None, overrides: Sequence[str]) -> Recipe:
+    """The recipe itself, or what its name or file holds."""
+    from pdconvert.recipe import Recipe, load_recipe
+
+    if not isinstance(recipe, Recipe):
+        return load_recipe(os.fspath(recipe), source=source, overrides=overrides)
+    if source is not None or overrides:
+        raise ValueError("source and overrides change a recipe when it is loaded; give them to load_recipe")
+    return recipe

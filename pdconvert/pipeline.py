@@ -33,7 +33,7 @@ from pdconvert.progress import Progress
 from pdconvert.quant.store import Stored
 from pdconvert.report.summary import summary
 from pdconvert.sources import open_source
-from pdconvert.split import part_path, split
+from pdconvert.split import package_parts, part_path
 
 if TYPE_CHECKING:
     from pdconvert.recipe import Recipe
@@ -150,16 +150,9 @@ def _greedy(compiler: Compiler, texts: Texts) -> list[GreedyCase]:
 
 
 def _parts(plan: Plan, blocks: Sequence[CompiledBlock]) -> list[Part]:
-    """How the recipe's split_model cuts the package."""
-    wanted = plan.recipe.prefill.split_model
-    if wanted is None:
-        return [Part.whole(plan.spec)]
-    stored = {block.name: (block.folder / "tensors.safetensors").stat().st_size for block in blocks}
-    sizes = [stored[block.name] for block in blocks if block.name.startswith("layers.")]
-    sizes[0] += stored["embedding"] if plan.interface.embedding == "graph" else 0
-    sizes[-1] += stored["head"] if plan.interface.outputs == "logits" else 0
-    limit = None if wanted.limit_mb is None else wanted.limit_mb * 10**6
-    return split(sizes, limit=limit, parts=wanted.parts)
+    return package_parts(
+        plan, {block.name: (block.folder / "tensors.safetensors").stat().st_size for block in blocks}
+    )
 
 
 def _write_packages(

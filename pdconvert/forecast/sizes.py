@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pdconvert.emit.mlx import mlx_group, quantization_config
 from pdconvert.emit.shards import index_text, plan_shards
-from pdconvert.forecast.weightless import WeightlessBlock, graph_tensors, weightless_blocks
+from pdconvert.forecast.weightless import Store, raw_bytes, weightless_blocks
 from pdconvert.lowering.contract import Part
 from pdconvert.model import ModelSpec
 from pdconvert.prepare import Plan, make_forms
@@ -58,58 +58,37 @@ class Sizes:
         return self.decode_weights + (self.decode_files or 0)
 
 
-def forecast_sizes(plan: Plan, parts: Sequence[Part]) -> Sizes:
+def forecast_sizes(plan: Plan, store: Store, parts: Sequence[Part]) -> Sizes:
     """Sizes of a plan's halves; takes a second or two, most of it for lowering the small copy."""
-    blocks = weightless_blocks(plan)
-    skeletons = make_forms(plan).skeletons(plan.interface.outputs)
-    held = graph_tensors(skeletons, blocks)
-    if plan.interface.embedding == "graph":
-        held["embedding.weight"] = blocks[0].tensors()["weight"]
-    weights, files = decode_bytes(plan, blocks)
+    target, matrices = plan.recipe.prefill.target, store.layer_matrices
+    weights, files = decode_bytes(plan, store)
+    bits = 8 * sum(sum(raw_bytes(stored)) for stored in matrices)
     return Sizes(
-        package_weights=len(parts) * BLOB_ALIGNMENT + sum(map(blob_bytes, held.values())),
+        package_weights=len(parts) * BLOB_ALIGNMENT
+        + sum(blob_bytes(stored, target) for stored in store.held.values()),
         package_program=program_bytes(plan, parts),
         decode_weights=weights,
         decode_files=files,
-        bits_per_weight=bits_per_weight(blocks),
+        bits_per_weight=bits / sum(math.prod(stored.shape) for stored in matrices),
     )
 
 
-def blob_bytes(stored: Stored) -> int:
-    """Bytes of a stored tensor in a package's weight file, its metadata and alignment included."""
-    return sum(
-        BLOB_ALIGNMENT + math.ceil(size / BLOB_ALIGNMENT) * BLOB_ALIGNMENT for size in raw_bytes(stored)
-    )
+def blob_bytes(stored: Stored, target: str) -> int:
+    """Bytes of a stored tensor in a package's weight file, metadata and alignment included."""
+    sizes = raw_bytes(stored)
+    if isinstance(stored, QuantizedLinear) and target != "iOS18":
+        sizes.append(stored.shape[0])  # zero points, which the op of older systems takes
+    return sum(BLOB_ALIGNMENT + math.ceil(size / BLOB_ALIGNMENT) * BLOB_ALIGNMENT for size in sizes)
 
 
-def raw_bytes(stored: Stored) -> list[int]:
-    """Bytes of a stored tensor: codes and scales, or fp16 values."""
-    if isinstance(stored, QuantizedLinear):
-        return [stored.codes.numel() * stored.bits // 8, 2 * stored.scales.numel()]
-    return [2 * stored.numel()]
-
-
-def bits_per_weight(blocks: Sequence[WeightlessBlock]) -> float:
-    """Bits of codes and scales per weight of the decoder's linears."""
-    matrices = [
-        stored
-        for block in blocks
-        if block.name.startswith("layers.")
-        for stored in block.tensors().values()
-        if len(stored.shape) == 2
-    ]
-    weights = sum(math.prod(stored.shape) for stored in matrices)
-    return 8 * sum(sum(raw_bytes(stored)) for stored in matrices) / weights
-
-
-def decode_bytes(plan: Plan, blocks: Sequence[WeightlessBlock]) -> tuple[int, int | None]:
+def decode_bytes(plan: Plan, store: Store) -> tuple[int, int | None]:
     """Bytes of the decode folder: weight files with their index, and all other files."""
     from pdconvert.pipeline import decode_tensors
 
     entries: list[tuple[str, str, tuple[int, ...]]] = []
     grids: dict[str, tuple[int, int]] = {}
     parameters = 0
-    for name, stored in decode_tensors(plan, blocks):
+    for name, stored in decode_tensors(plan, store.blocks):
         parameters += math.prod(stored.shape)
         group = mlx_group(stored.shape[1], stored.group) if isinstance(stored, QuantizedLinear) else None
         if group is None or not isinstance(stored, QuantizedLinear):

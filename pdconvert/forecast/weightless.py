@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from pdconvert.layer_tensors import block_shapes
-from pdconvert.prepare import Plan
+from pdconvert.prepare import Plan, make_forms
 from pdconvert.program import Block
 from pdconvert.quant.grid import QuantizedLinear, decode_group
 from pdconvert.quant.store import Stored
@@ -65,8 +65,39 @@ def weightless_blocks(plan: Plan, device: str = "meta") -> list[WeightlessBlock]
     ]
 
 
-def graph_tensors(skeletons: Sequence[Block], blocks: Sequence[WeightlessBlock]) -> dict[str, Stored]:
-    """What the package holds, by block and name: the parameters that the final forms of the blocks compute with."""
+@dataclass(frozen=True)
+class Store:
+    """Everything that a plan would store, and what of it the package holds.
+
+    Attributes:
+        blocks: embedding, layers and head.
+        skeletons: the blocks of the package in their final forms.
+        held: the stored tensors that these compute with, by block and name; the embedding too, if it is there.
+    """
+
+    blocks: Sequence[WeightlessBlock]
+    skeletons: Sequence[Block]
+    held: Mapping[str, Stored]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Store:
+        """The store of a plan."""
+        blocks = weightless_blocks(plan)
+        skeletons = make_forms(plan).skeletons(plan.interface.outputs)
+        held = _graph_tensors(skeletons, blocks)
+        if plan.interface.embedding == "graph":
+            held["embedding.weight"] = blocks[0].tensors()["weight"]
+        return cls(blocks, skeletons, held)
+
+    @property
+    def layer_matrices(self) -> list[Stored]:
+        """The weights of the decoder's linears."""
+        layers = (block for block in self.blocks if block.name.startswith("layers."))
+        tensors = (stored for block in layers for stored in block.tensors().values())
+        return [stored for stored in tensors if len(stored.shape) == 2]
+
+
+def _graph_tensors(skeletons: Sequence[Block], blocks: Sequence[WeightlessBlock]) -> dict[str, Stored]:
     stored = {block.name: block for block in blocks}
     found: dict[str, Stored] = {}
     for skeleton in skeletons:
@@ -80,3 +111,10 @@ def graph_tensors(skeletons: Sequence[Block], blocks: Sequence[WeightlessBlock])
             if name not in unused:
                 found[f"{skeleton.name}.{name}"] = tensors[name]
     return found
+
+
+def raw_bytes(stored: Stored) -> list[int]:
+    """Bytes of a stored tensor: codes and scales, or fp16 values."""
+    if isinstance(stored, QuantizedLinear):
+        return [stored.codes.numel() * stored.bits // 8, 2 * stored.scales.numel()]
+    return [2 * stored.numel()]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pdconvert.api import load
 from pdconvert.runtime.chunks import plan_chunks
+from pdconvert.runtime.clock import Clock
 from pdconvert.runtime.embedding import HostEmbedding
 from pdconvert.runtime.generate import Sampling
 from pdconvert.runtime.handoff import KeysValues
@@ -18,7 +19,7 @@ from pdconvert.runtime.prefill import Prefill
 from pdconvert.runtime.prefix_cache import BlockStore, DiskStore, PrefixCache, cache_seed
 from pdconvert.runtime.sessions import Opener
 from pdconvert.runtime.weights import DecodeWeights
-from pdconvert.runtime.writer import Clock, OnText, StopReason, Writer
+from pdconvert.runtime.writer import OnText, StopReason, Writer
 
 if TYPE_CHECKING:
     from pdconvert.runtime.tokenizer import Tokenizer
