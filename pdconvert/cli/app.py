@@ -22,6 +22,7 @@ import click
 
 from pdconvert import __version__
 from pdconvert.cli import (
+    bench,
     build,
     decode,
     doctor,
@@ -52,6 +53,7 @@ SUBCOMMANDS: tuple[click.Command, ...] = (
     prefill.command,
     decode.command,
     verify.command,
+    bench.command,
     inspect.command,
     exec.command,
     lint.command,
