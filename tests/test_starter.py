@@ -6,25 +6,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from safetensors.torch import save_file
 
 import pdconvert
 from pdconvert import families
 from pdconvert.cli import main
 from pdconvert.errors import InputError
 from pdconvert.recipe import load_recipe
-from pdconvert.sources.random import RandomSource
 from pdconvert.starter import function_lines, starter
-
-
-def write_checkpoint(folder: Path, config: dict) -> Path:
-    """A Hugging Face folder with seeded weights and a tokenizer of bytes."""
-    source = RandomSource(config, 0)
-    folder.mkdir()
-    source.write_tokenizer(folder)
-    (folder / "config.json").write_text(json.dumps(source.config))
-    save_file({name: source.read(name) for name in source.tensors()}, folder / "model.safetensors")
-    return folder
+from scripts.tiny_checkpoint import write_checkpoint
 
 
 def invoke(*args: str):

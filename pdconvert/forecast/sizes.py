@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdconvert.emit.mlx import mlx_group, quantization_config
-from pdconvert.emit.shards import index_text, plan_shards
+from pdconvert.emit.shards import DTYPES, index_text, plan_shards
 from pdconvert.forecast.weightless import Store, raw_bytes, weightless_blocks
 from pdconvert.lowering.contract import Part
 from pdconvert.model import ModelSpec
@@ -81,15 +81,15 @@ def blob_bytes(stored: Stored, target: str) -> int:
     return sum(BLOB_ALIGNMENT + math.ceil(size / BLOB_ALIGNMENT) * BLOB_ALIGNMENT for size in sizes)
 
 
-def decode_bytes(plan: Plan, store: Store) -> tuple[int, int | None]:
-    """Bytes of the decode folder: weight files with their index, and all other files."""
+def decode_entries(
+    plan: Plan, store: Store
+) -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, tuple[int, int]]]:
+    """Name, dtype and shape of every tensor of the decode folder, and MLX's grid (group, bits) of each module."""
     from pdconvert.pipeline import decode_tensors
 
     entries: list[tuple[str, str, tuple[int, ...]]] = []
     grids: dict[str, tuple[int, int]] = {}
-    parameters = 0
     for name, stored in decode_tensors(plan, store.blocks):
-        parameters += math.prod(stored.shape)
         group = mlx_group(stored.shape[1], stored.group) if isinstance(stored, QuantizedLinear) else None
         if group is None or not isinstance(stored, QuantizedLinear):
             entries.append((name, "F16", tuple(stored.shape)))
@@ -98,6 +98,24 @@ def decode_bytes(plan: Plan, store: Store) -> tuple[int, int | None]:
         grids[module] = (group, stored.bits)
         entries.append((name, "U32", (outputs, inputs * stored.bits // 32)))
         entries += [(f"{module}.{part}", "F16", (outputs, inputs // group)) for part in ("scales", "biases")]
+    return entries, grids
+
+
+def decode_read_bytes(plan: Plan, store: Store) -> int:
+    """Bytes of weights that a decoded token reads: all but the embedding, unless that is the head too."""
+    return sum(
+        DTYPES[dtype].itemsize * math.prod(shape)
+        for name, dtype, shape in decode_entries(plan, store)[0]
+        if plan.spec.tied or not name.startswith("model.embed_tokens.")
+    )
+
+
+def decode_bytes(plan: Plan, store: Store) -> tuple[int, int | None]:
+    """Bytes of the decode folder: weight files with their index, and all other files."""
+    from pdconvert.pipeline import decode_tensors
+
+    entries, grids = decode_entries(plan, store)
+    parameters = sum(math.prod(stored.shape) for _, stored in decode_tensors(plan, store.blocks))
     shards = plan_shards(entries)
     total = sum(size for _, size in shards)
     index = index_text([names for names, _ in shards], {"total_size": total, "total_parameters": parameters})

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdconvert.blocks import DecoderLayer, Head
+from pdconvert.forecast.sizes import decode_read_bytes
 from pdconvert.forecast.weightless import Store, raw_bytes
 from pdconvert.lowering.contract import FunctionShape
 from pdconvert.model import LayerSpec
@@ -103,12 +104,9 @@ def _attention_flops(layer: LayerSpec) -> int:
 
 def decode_work(plan: Plan, store: Store) -> DecodeWork:
     """The work of the MLX half. A row of the embedding is next to nothing; the head is read whole."""
-    # A tied head is the embedding, on the embedding's grid.
-    read = store.blocks[:-1] if plan.spec.tied else store.blocks[1:]
-    tensors = [stored for block in read for stored in block.tensors().values()]
     layers = plan.spec.layers
     return DecodeWork(
-        weight_bytes=sum(sum(raw_bytes(stored)) for stored in tensors),
+        weight_bytes=decode_read_bytes(plan, store),
         linear_flops=2 * sum(math.prod(stored.shape) for stored in store.layer_matrices),
         attention_flops=sum(map(_attention_flops, layers)),
         kv_bytes=sum(2 * FP16_BYTES * layer.kv_heads * layer.head_dim for layer in layers),
