@@ -87,9 +87,10 @@ def _text(found: Forecast) -> str:
             "",
             "predictions from published figures, the best case; nothing was measured:",
             table([_chip_row(chip) for chip in found.chips], header),
-            "prefill: that many tokens by the package on the Neural Engine; by MLX: the longest of",
-            "them on the GPU instead; decode: tokens per second, with no and with a full cache;",
-            "pays from: the shortest prompt for which package and hand-off are no slower.",
+            "prefill: so many tokens by the package on the Neural Engine, hand-off included;",
+            "by MLX: the longest of them on the GPU instead; decode: tokens per second, with",
+            "an empty and with a full cache; pays from: the shortest prompt for which the",
+            "package is no slower. docs/plan.md has the figures and their sources.",
         ]
     )
 

@@ -5,8 +5,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import pdconvert
+from pdconvert.cli import main
 from pdconvert.errors import InputError
 from pdconvert.executors.mil.package import Package
 from pdconvert.executors.mil.view import view_package
@@ -152,3 +154,20 @@ def test_m1_reads_expanded_weights(case):
     _, found = case
     m1, m4 = (next(chip for chip in CHIPS if chip.name == name) for name in ("m1", "m4"))
     assert m1.expands_int8 and not m4.expands_int8
+
+
+def test_the_command(tmp_path):
+    result = CliRunner().invoke(main, ["plan", "tiny", "--chip", "m1", "--chip", "M4"])
+    assert result.exit_code == 0, result.output
+    assert "tiny: llama, 2 layers" in result.stdout
+    assert "predictions from published figures, the best case; nothing was measured:" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    rows = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("m")]
+    assert rows == ["m1", "m4"]
+    as_json = CliRunner().invoke(
+        main, ["plan", "tiny", "--set", "passes.quantize_weights.scheme=none", "--json"]
+    )
+    assert json.loads(as_json.stdout)["bits_per_weight"] == 16
+    refused = CliRunner().invoke(main, ["plan", "tiny", "--chip", "m9"])
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: no chip 'm9'")
