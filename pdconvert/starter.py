@@ -102,7 +102,10 @@ def starter(text: str, folder: Path) -> Starter:
     Raises:
         InputError: there is no such checkpoint, or it cannot be converted; the message says why.
     """
-    spec = parse_source(text, folder)
+    try:
+        spec = parse_source(text, folder)
+    except InputError as error:
+        raise InputError(str(error).replace("--source", "SRC", 1)) from error
     source, checked = _open(spec)
     family = families.get(source.config)
     model = family.read_config(source.config)

@@ -145,5 +145,7 @@ def starter_of_config(place: Path, config: dict):
 
 
 def test_nothing_there(place):
-    with pytest.raises(InputError, match="no such folder or file"):
+    with pytest.raises(InputError, match="^SRC no/such/place: no such folder or file"):
         starter("no/such/place", place)
+    with pytest.raises(InputError, match="^SRC: empty"):
+        starter("", place)
