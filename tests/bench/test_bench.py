@@ -40,8 +40,8 @@ def small_products(monkeypatch):
 
 @pytest.fixture
 def slow_machine(monkeypatch):
-    """A machine that reads 100 MB/s: tiny weights in a millisecond, which decoding does not reach."""
-    monkeypatch.setattr(Machine, "read_rate", lambda self, size: 1e8)
+    """A machine that reads 1 GB/s: tiny weights in a tenth of a millisecond, which decoding does not reach."""
+    monkeypatch.setattr(Machine, "read_rate", lambda self, size: 1e9)
 
 
 def test_what_is_timed(build):
