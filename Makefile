@@ -4,6 +4,7 @@
 #   make test       install, run the tests that need no real model
 #   make test-real  install, run the tests on SmolLM2-135M-Instruct
 #   make lint       ruff (lint and format) and mypy
+#   make docs       build the documentation into build/site; a broken link fails
 #   make clean      remove the builds and caches; the virtual environment stays
 #
 # PIP_ARGS is passed to every pip call, for instance to name an index with the CPU build of torch, which is
@@ -21,7 +22,7 @@ INSTALLED := $(VENV)/.installed
 MODEL_INSTALLED := $(VENV)/.installed-demo
 DEMO := build/smollm2-135m
 
-.PHONY: demo test test-real lint clean
+.PHONY: demo test test-real lint docs clean
 
 demo: $(MODEL_INSTALLED)
 	$(BIN)/pdconvert build smollm2-135m --out $(DEMO) --force
@@ -44,6 +45,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

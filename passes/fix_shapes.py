@@ -17,6 +17,9 @@ class FixShapes:
     before given as past.
 
     Source: Apple's engine rule 5: fully static shapes, one function per shape.
+
+    Attributes:
+        tokens: new tokens of one call.
     """
 
     name: ClassVar[str] = "fix_shapes"

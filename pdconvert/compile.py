@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from pdconvert.blocks import DecoderLayer, Head, Layout
 from pdconvert.calibrate import Flow
+from pdconvert.model import ModelSpec
 from pdconvert.program import Block, Pass, Probe, Step, check_family, run_passes
 from pdconvert.quant.grid import quantize_symmetric
 from pdconvert.quant.store import Stored, dequantized, load_block, save_block
@@ -48,6 +49,16 @@ class Streams:
     reference: Tensor
     stored: Tensor
     windows: Tensor
+
+
+class StoredBlock(Protocol):
+    """A named block of the quantized store."""
+
+    @property
+    def name(self) -> str: ...
+
+    def tensors(self) -> dict[str, Stored]:
+        """The stored tensors by name in the block."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,31 @@ class CompiledBlock:
     def steps(self) -> list[Step]:
         """The block's lines of the ledger."""
         return [step_from_json(line) for line in json.loads((self.folder / "steps.json").read_text())]
+
+
+@dataclass(frozen=True)
+class Forms:
+    """What decides the form of a model's blocks, weights apart.
+
+    Attributes:
+        passes, head_passes, graph_passes, raw_keys: as of `Compiler`.
+    """
+
+    spec: ModelSpec
+    passes: tuple[Pass, ...]
+    head_passes: tuple[Pass, ...]
+    graph_passes: Mapping[str, tuple[Pass, ...]]
+    raw_keys: bool
+
+    def skeletons(self, outputs: str) -> list[Block]:
+        """Weightless blocks in their final form: the layers, and the head for `logits`."""
+        blocks = [
+            _rewritten(plain_layer(self.spec, index, None, self.raw_keys), self.passes, self.graph_passes)
+            for index in range(len(self.spec.layers))
+        ]
+        if outputs == "logits":
+            blocks.append(_rewritten(plain_head(self.spec, None), self.head_passes, self.graph_passes))
+        return blocks
 
 
 @dataclass(frozen=True)
@@ -135,18 +171,8 @@ class Compiler:
 
     def skeletons(self, outputs: str) -> list[Block]:
         """Weightless blocks in their final form, for lowering: the layers, and the head for `logits`."""
-        blocks = []
-        for index in range(self.depth):
-            block = self._plain_layer(index, None)
-            for rewrite_pass in (*self.passes, *self.graph_passes[block.name]):
-                block = block if rewrite_pass.name == "quantize_weights" else rewrite_pass.run(block)
-            blocks.append(block)
-        if outputs == "logits":
-            block = self._plain_head(None)
-            for rewrite_pass in (*self.head_passes, *self.graph_passes["head"]):
-                block = block if rewrite_pass.name == "quantize_weights" else rewrite_pass.run(block)
-            blocks.append(block)
-        return blocks
+        forms = Forms(self.reference.spec, self.passes, self.head_passes, self.graph_passes, self.raw_keys)
+        return forms.skeletons(outputs)
 
     def made_by(self) -> dict[str, dict[str, str]]:
         """Which pass each module of a block comes from, or "family"; blocks of equal form share one entry.
@@ -210,7 +236,7 @@ class Compiler:
         keys = unrotate(cache.keys, probe, spec.rope.attention_factor) if unturn else cache.keys
         expected = {"hidden": hidden, "k": keys, "v": cache.values}
 
-        block = self._plain_layer(index, tensors)
+        block = plain_layer(spec, index, tensors, self.raw_keys)
         outputs, first = check_family(block, probe, expected)
         block, outputs, steps = run_passes(block, self.passes, probe, expected, outputs, calibration)
         stored = stored_tensors(block)
@@ -242,7 +268,7 @@ class Compiler:
         tensors = self.reference.head_tensors()
         probe = self._probe(streams.reference)
         expected = {"logits": self.reference.logits(streams.reference, tensors)}
-        block = self._plain_head(tensors)
+        block = plain_head(self.reference.spec, tensors)
         outputs, first = check_family(block, probe, expected)
         block, outputs, steps = run_passes(block, self.head_passes, probe, expected, outputs)
         save_block(folder / "tensors.safetensors", stored_tensors(block))
@@ -255,19 +281,27 @@ class Compiler:
         cos, sin = self.reference.rope(positions)
         return Probe(hidden, positions, cos[0], sin[0])
 
-    def _plain_layer(self, index: int, tensors: Mapping[str, Tensor] | None) -> Block:
-        spec = self.reference.spec
-        with torch.device("meta"):
-            module = DecoderLayer(spec.layers[index], spec.rope)
-        return _block(f"layers.{index}", module, tensors, spec.layers[index], Layout()).with_layout(
-            module, raw_keys=self.raw_keys
-        )
 
-    def _plain_head(self, tensors: Mapping[str, Tensor] | None) -> Block:
-        spec = self.reference.spec
-        with torch.device("meta"):
-            module = Head.of(spec)
-        return _block("head", module, tensors, spec.layers[-1], Layout())
+def plain_layer(spec: ModelSpec, index: int, tensors: Mapping[str, Tensor] | None, raw_keys: bool) -> Block:
+    """Layer `index` in its plain form, holding `tensors`, or weightless."""
+    with torch.device("meta"):
+        module = DecoderLayer(spec.layers[index], spec.rope)
+    block = _block(f"layers.{index}", module, tensors, spec.layers[index], Layout())
+    return block.with_layout(module, raw_keys=raw_keys)
+
+
+def plain_head(spec: ModelSpec, tensors: Mapping[str, Tensor] | None) -> Block:
+    """Final norm and head in their plain form, holding `tensors`, or weightless."""
+    with torch.device("meta"):
+        module = Head.of(spec)
+    return _block("head", module, tensors, spec.layers[-1], Layout())
+
+
+def _rewritten(block: Block, passes: Sequence[Pass], graph_passes: Mapping[str, Sequence[Pass]]) -> Block:
+    """A weightless block after all passes; there is nothing to quantize."""
+    for rewrite_pass in (*passes, *graph_passes[block.name]):
+        block = block if rewrite_pass.name == "quantize_weights" else rewrite_pass.run(block)
+    return block
 
 
 def _maker(part: nn.Module) -> str:

@@ -20,7 +20,7 @@ from pdconvert import calibrate
 from pdconvert.cache import open_cache
 from pdconvert.cases import graph_cache, make_cases
 from pdconvert.checks import Check, verdict
-from pdconvert.compile import CompiledBlock, Compiler
+from pdconvert.compile import CompiledBlock, Compiler, StoredBlock
 from pdconvert.emit.manifest import Cost, Emitted, manifest, report, write_json
 from pdconvert.emit.mlx import check_store_equality, write_decode_folder
 from pdconvert.emit.vectors import Case, GreedyCase, write_vectors
@@ -44,7 +44,7 @@ from pdconvert.quant.store import Stored
 from pdconvert.recipe.passes import calibrated
 from pdconvert.report.summary import summary
 from pdconvert.sources import open_source
-from pdconvert.split import part_path, split
+from pdconvert.split import package_parts, part_path
 
 if TYPE_CHECKING:
     from pdconvert.cache import Cache
@@ -196,16 +196,9 @@ def _greedy(compiler: Compiler, texts: Texts) -> list[GreedyCase]:
 
 
 def _parts(plan: Plan, blocks: Sequence[CompiledBlock]) -> list[Part]:
-    """How the recipe's split_model cuts the package."""
-    wanted = plan.recipe.prefill.split_model
-    if wanted is None:
-        return [Part.whole(plan.spec)]
-    stored = {block.name: (block.folder / "tensors.safetensors").stat().st_size for block in blocks}
-    sizes = [stored[block.name] for block in blocks if block.name.startswith("layers.")]
-    sizes[0] += stored["embedding"] if plan.interface.embedding == "graph" else 0
-    sizes[-1] += stored["head"] if plan.interface.outputs == "logits" else 0
-    limit = None if wanted.limit_mb is None else wanted.limit_mb * 10**6
-    return split(sizes, limit=limit, parts=wanted.parts)
+    return package_parts(
+        plan, {block.name: (block.folder / "tensors.safetensors").stat().st_size for block in blocks}
+    )
 
 
 def _write_packages(
@@ -227,7 +220,7 @@ def _write_packages(
         )
 
 
-def decode_tensors(plan: Plan, blocks: Sequence[CompiledBlock]) -> Iterator[tuple[str, Stored]]:
+def decode_tensors(plan: Plan, blocks: Sequence[StoredBlock]) -> Iterator[tuple[str, Stored]]:
     """The decode half's tensors by their mlx-lm names, one block at a time."""
     for block in blocks:
         tensors = block.tensors()

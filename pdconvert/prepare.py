@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pdconvert import calibrate, families, text
 from pdconvert.blocks import stream_inputs
-from pdconvert.compile import Compiler, code_hash
+from pdconvert.compile import Compiler, Forms, code_hash
 from pdconvert.errors import InputError
 from pdconvert.inventory import check_inventory
 from pdconvert.lowering.contract import STATE_STEP, FunctionShape, Interface, state_columns
@@ -136,8 +136,12 @@ class Texts:
     hash: str
 
 
-def make_plan(recipe: Recipe, source: Source) -> Plan:
+def make_plan(recipe: Recipe, source: Source, *, complete: bool = True) -> Plan:
     """Resolve a recipe against a source.
+
+    Args:
+        complete: whether the source must hold the model's tensors and a tokenizer; its config alone decides
+            everything else.
 
     Raises:
         InputError: the model, or the combination of options, cannot be built.
@@ -150,8 +154,9 @@ def make_plan(recipe: Recipe, source: Source) -> Plan:
         spec = family.read_config(source.config)
         decode_config = family.decode_config(source.config, spec)
         eos_token_ids(source.config, source.generation_config, None)
-    notes = check_inventory(source, family, spec)
-    source.require_tokenizer()
+    notes = check_inventory(source, family, spec) if complete else []
+    if complete:
+        source.require_tokenizer()
     prefill = recipe.prefill
     listed = {item.name for item in recipe.passes}
     for name in sorted(listed & set(AUTOMATIC)):
@@ -336,6 +341,24 @@ def _graph_only(item: Pass) -> bool:
     return getattr(item, "graph_only", False)
 
 
+def make_forms(plan: Plan) -> Forms:
+    """The forms of a plan's blocks."""
+    from passes import QuantizeWeights
+
+    structural = ["linear_to_conv2d", "safe_rms_norm"] + ["fold_norm_gain"] * (not plan.spec.tied)
+    head = [item for item in plan.passes if item.name in structural]
+    head.append(
+        QuantizeWeights(
+            scheme="none" if plan.recipe.decode.head_bits == 16 else "w8a16",
+            granularity="per_group" if plan.decode_only_matrices else "per_channel",
+        )
+    )
+    names = [*(f"layers.{index}" for index in range(len(plan.spec.layers))), "head"]
+    graph_passes = {name: plan.graph_passes(name) for name in names}
+    raw_keys = plan.recipe.prefill.kv.rope == "raw"
+    return Forms(plan.spec, plan.shared_passes, tuple(head), graph_passes, raw_keys)
+
+
 def make_compiler(
     plan: Plan,
     texts: Texts,
@@ -344,27 +367,17 @@ def make_compiler(
     device: str = "cpu",
 ) -> Compiler:
     """The compiler of a plan's blocks."""
-    from passes import QuantizeWeights
-
-    layers = [f"layers.{index}" for index in range(len(plan.spec.layers))]
     decode = plan.recipe.decode
     assert decode.embedding_bits is not None and decode.head_bits is not None, "the recipe was not resolved"
-    structural = ["linear_to_conv2d", "safe_rms_norm"] + ["fold_norm_gain"] * (not plan.spec.tied)
-    head = [item for item in plan.passes if item.name in structural]
-    head.append(
-        QuantizeWeights(
-            scheme="none" if decode.head_bits == 16 else "w8a16",
-            granularity="per_group" if plan.decode_only_matrices else "per_channel",
-        )
-    )
+    forms = make_forms(plan)
     return Compiler(
         reference=Reference(plan.source, plan.family, plan.spec),
-        passes=plan.shared_passes,
-        head_passes=tuple(head),
-        graph_passes={name: plan.graph_passes(name) for name in (*layers, "head")},
+        passes=forms.passes,
+        head_passes=forms.head_passes,
+        graph_passes=forms.graph_passes,
         embedding_bits=decode.embedding_bits,
         embedding_group=decode_group(plan.spec.hidden_size) if plan.decode_only_matrices else 0,
-        raw_keys=plan.recipe.prefill.kv.rope == "raw",
+        raw_keys=forms.raw_keys,
         probe_ids=texts.probe,
         window_ids=texts.windows,
         source_hashes=hashes,

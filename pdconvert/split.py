@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdconvert.errors import InputError
 from pdconvert.lowering.contract import Part
+
+if TYPE_CHECKING:
+    from pdconvert.prepare import Plan
 
 WHOLE = "prefill.mlpackage"
 """Package of a model in one part."""
@@ -39,6 +43,22 @@ def split(sizes: Sequence[int], *, limit: int | None = None, parts: int | None =
         Part(first, last, starts=first == 0, ends=last == len(sizes))
         for first, last in zip(starts, ends, strict=True)
     ]
+
+
+def package_parts(plan: Plan, stored: Mapping[str, int]) -> list[Part]:
+    """How a recipe's split_model cuts the package.
+
+    Args:
+        stored: bytes of each block in the store, by name.
+    """
+    wanted = plan.recipe.prefill.split_model
+    if wanted is None:
+        return [Part.whole(plan.spec)]
+    sizes = [stored[f"layers.{index}"] for index in range(len(plan.spec.layers))]
+    sizes[0] += stored["embedding"] if plan.interface.embedding == "graph" else 0
+    sizes[-1] += stored["head"] if plan.interface.outputs == "logits" else 0
+    limit = None if wanted.limit_mb is None else wanted.limit_mb * 10**6
+    return split(sizes, limit=limit, parts=wanted.parts)
 
 
 def _cuts_under(sizes: Sequence[int], limit: int) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 
 from pdconvert import families
 from pdconvert.calibrate import Flow, random_sequences, read_sequences, write_sequences
+from pdconvert.compile import plain_layer
 from pdconvert.errors import InputError
 from pdconvert.quant.calibration import grams, reference_inputs, stages
 from pdconvert.quant.grid import quantize_symmetric
@@ -104,12 +105,8 @@ def test_streams_follow_both_kinds_of_weights(reference: Reference) -> None:
 
 
 def test_inputs_are_taken_stage_by_stage(reference: Reference) -> None:
-    from pdconvert.prepare import make_compiler, make_plan, make_texts
 
-    recipe = load_recipe("tiny")
-    plan = make_plan(recipe, reference.source)
-    compiler = make_compiler(plan, make_texts(plan, None), {})
-    block = compiler._plain_layer(0, reference.read_layer(0))
+    block = plain_layer(reference.spec, 0, reference.read_layer(0), raw_keys=False)
     sequences = random_sequences(reference.spec.vocab_size, 3, 20, 1)
     calibration = Flow(
         reference, sequences, lambda: reference.source.read("model.embed_tokens.weight")

@@ -21,7 +21,22 @@ from typing import Any, NoReturn
 import click
 
 from pdconvert import __version__
-from pdconvert.cli import build, decode, doctor, eval, exec, inspect, lint, listing, prefill, run, verify
+from pdconvert.cli import (
+    bench,
+    build,
+    decode,
+    doctor,
+    eval,
+    exec,
+    init,
+    inspect,
+    lint,
+    listing,
+    plan,
+    prefill,
+    run,
+    verify,
+)
 from pdconvert.errors import InputError, PdconvertError
 from pdconvert.interrupts import exit_on_sigterm
 
@@ -32,12 +47,15 @@ EXIT_PIPE_CLOSED = 141
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "cannot allocate memory", "unable to allocate")
 
 SUBCOMMANDS: tuple[click.Command, ...] = (
+    init.command,
+    plan.command,
     build.command,
     run.command,
     prefill.command,
     decode.command,
     verify.command,
     eval.command,
+    bench.command,
     inspect.command,
     exec.command,
     lint.command,

@@ -2,15 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import click
 
+from pdconvert import api
 from pdconvert.cli.params import UserPath, echo_json, json_option
-from pdconvert.errors import InputError
-from pdconvert.process import check_output
 from pdconvert.progress import Progress
-
-DEFAULT_FOLDER = Path("build")
 
 
 @click.command("build", short_help="Compile a recipe and verify the result.")
@@ -44,7 +42,7 @@ def command(
     overrides: tuple[str, ...],
     force: bool,
     no_cache: bool,
-    device: str,
+    device: Literal["cpu", "cuda"],
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -58,20 +56,8 @@ def command(
     if dry_run:
         _print_recipe(resolved.resolved(), as_json)
         return
-    out = DEFAULT_FOLDER / resolved.name if out is None else out
-    check_output(out, force=force)  # before the seconds that the imports below take
-
-    if device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise InputError(
-                "--device cuda: torch sees no CUDA device here; leave it out, or install torch for CUDA"
-            )
-    from pdconvert.pipeline import build
-
     progress = Progress() if sys.stderr else Progress.silent()  # stderr may be closed
-    result = build(resolved, out, force=force, use_cache=not no_cache, progress=progress, device=device)
+    result = api.build(resolved, out, force=force, use_cache=not no_cache, progress=progress, device=device)
     if as_json:
         echo_json({"path": str(result.path), "verdict": result.verdict, "summary": result.summary})
     else:

@@ -17,6 +17,9 @@ ITEMS = {
     "model": ("com.apple.CoreML/model.mlmodel", "CoreML Model Specification", "model.mlmodel"),
     "weights": ("com.apple.CoreML/weights", "CoreML Model Weights", "weights"),
 }
+MODEL = "Data/com.apple.CoreML/model.mlmodel"
+"""Where the program lies in a package."""
+
 NAMESPACE = uuid.UUID("6d0b1f0e-6d2c-5d7b-9b35-8a3f8e3f1c11")
 """Fixed, so that the item identifiers of a package depend on nothing."""
 

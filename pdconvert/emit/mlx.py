@@ -124,7 +124,7 @@ def write_decode_folder(
                 grids[_module(name)] = (group, record.bits)
                 _write_record(writer, name, record, group)
         files = writer.close({"total_parameters": parameters})
-    quantization = _quantization(grids)
+    quantization = quantization_config(grids)
     content = {**config, "quantization": quantization} if quantization else dict(config)
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     (folder / "config.json").write_text(text + "\n", "utf-8")
@@ -263,7 +263,7 @@ def _write_record(writer: ShardWriter, name: str, record: QuantizedLinear, group
         writer.add(f"{_module(name)}.{part}", "F16", (outputs, inputs // group), [values.repeat(repeats, 1)])
 
 
-def _quantization(grids: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+def quantization_config(grids: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
     """The `quantization` object of mlx-lm: the commonest grid, and every module that has another one."""
     if not grids:
         return {}

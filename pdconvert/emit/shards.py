@@ -8,8 +8,9 @@ for it in front and filled in when the file is closed.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,6 +18,11 @@ import numpy as np
 
 HEADER_ROOM_BYTES = 128 * 1024
 """Room for the header of one shard: about 900 tensors."""
+
+SHARD_BYTES = 10**9
+"""Size past which a tensor begins the next shard."""
+
+INDEX = "model.safetensors.index.json"
 
 DTYPES: dict[str, np.dtype] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "U32": np.dtype("<u4")}
 
@@ -36,7 +42,7 @@ class ShardWriter:
         total_bytes: bytes of the tensors written so far.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int = 10**9):
+    def __init__(self, folder: Path, limit_bytes: int = SHARD_BYTES):
         self.folder = folder
         self.limit_bytes = limit_bytes
         self._shards: list[list[str]] = []
@@ -103,32 +109,20 @@ class ShardWriter:
             The names of the files written.
         """
         self._end_shard()
-        count = len(self._shards)
-        names = [
-            "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            for number in range(1, count + 1)
-        ]
+        names = _shard_names(len(self._shards))
         for number, name in enumerate(names, 1):
             os.replace(self._partial(number), self.folder / name)
-        index = {
-            "metadata": {"total_size": self.total_bytes, **(metadata or {})},
-            "weight_map": {
-                tensor: name for name, tensors in zip(names, self._shards, strict=True) for tensor in tensors
-            },
-        }
-        index_name = "model.safetensors.index.json"
-        (self.folder / index_name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
-        return (*names, index_name)
+        text = index_text(self._shards, {"total_size": self.total_bytes, **(metadata or {})})
+        (self.folder / INDEX).write_text(text, "utf-8")
+        return (*names, INDEX)
 
     def _partial(self, number: int) -> Path:
         return self.folder / f".shard-{number:05d}.partial"
 
     def _shard_for(self, name: str, size_bytes: int, item_bytes: int) -> BinaryIO:
         """The open file, a new one where the tensor does not fit the current one."""
-        widest = {"dtype": "F16", "shape": [2**40] * 4, "data_offsets": [2**60, 2**60]}
-        header_full = self._header_bytes + _entry_bytes(name, widest) > HEADER_ROOM_BYTES - 1024
-        data_full = self._offset > 0 and self._offset + size_bytes > self.limit_bytes
-        if self._file is None or header_full or data_full or self._offset % item_bytes:
+        full = is_full(self._offset, self._header_bytes, name, size_bytes, item_bytes, self.limit_bytes)
+        if self._file is None or full:
             self._end_shard()
             self._shards.append([])
             self._file = self._partial(len(self._shards)).open("wb")
@@ -145,6 +139,46 @@ class ShardWriter:
         self._file.write(text)
         self._file.close()
         self._file, self._header, self._header_bytes, self._offset = None, {}, 0, 0
+
+
+def is_full(
+    offset: int, header_bytes: int, name: str, size_bytes: int, item_bytes: int, limit_bytes: int
+) -> bool:
+    """Whether a shard with `offset` bytes of data and `header_bytes` of header cannot take a tensor."""
+    widest = {"dtype": "F16", "shape": [2**40] * 4, "data_offsets": [2**60, 2**60]}
+    header_full = header_bytes + _entry_bytes(name, widest) > HEADER_ROOM_BYTES - 1024
+    return header_full or (offset > 0 and offset + size_bytes > limit_bytes) or offset % item_bytes > 0
+
+
+def plan_shards(entries: Iterable[tuple[str, str, tuple[int, ...]]]) -> list[tuple[list[str], int]]:
+    """Names in each shard and its bytes, as `ShardWriter` would write (name, dtype, shape) entries."""
+    shards: list[tuple[list[str], int]] = []
+    offset = header_bytes = 0
+    for name, dtype, shape in entries:
+        size_bytes = DTYPES[dtype].itemsize * math.prod(shape)
+        full = is_full(offset, header_bytes, name, size_bytes, DTYPES[dtype].itemsize, SHARD_BYTES)
+        if not shards or full:
+            shards.append(([], 8 + HEADER_ROOM_BYTES))
+            offset = header_bytes = 0
+        entry = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size_bytes]}
+        header_bytes += _entry_bytes(name, entry)
+        offset += size_bytes
+        names, total = shards[-1]
+        shards[-1] = ([*names, name], total + size_bytes)
+    return shards
+
+
+def index_text(shards: Sequence[Sequence[str]], metadata: Mapping[str, int]) -> str:
+    """Content of the index of shards that hold tensors of these names."""
+    names = _shard_names(len(shards))
+    where = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+    return json.dumps({"metadata": dict(metadata), "weight_map": where}, indent=2, sort_keys=True) + "\n"
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def _entry_bytes(name: str, entry: dict) -> int:

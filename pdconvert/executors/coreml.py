@@ -21,6 +21,7 @@ COMPUTE_UNITS = {
     "cpu_and_gpu": "CPU_AND_GPU",
     "cpu_only": "CPU_ONLY",
 }
+_UNITS = {"MLNeuralEngineComputeDevice": "ne", "MLGPUComputeDevice": "gpu", "MLCPUComputeDevice": "cpu"}
 _NUMPY = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32, "int8": np.int8, "bool": np.bool_}
 
 
@@ -67,6 +68,27 @@ class CoremlSession:
             raise InputError(
                 f"{package}: Core ML cannot load function {self.function.name}: {error}"
             ) from error
+
+    def placement(self) -> dict[str, float]:
+        """The share of the estimated cost that Core ML plans for each unit, by "ne", "gpu", "cpu".
+
+        {} where it gives no plan; ops without an estimate (constants) count for nothing.
+        """
+        from coremltools.models.compute_plan import MLComputePlan
+
+        units = quiet_coremltools().ComputeUnit[COMPUTE_UNITS[self.compute_units]]
+        plan = MLComputePlan.load_from_path(self._model.get_compiled_model_path(), compute_units=units)
+        program = plan.model_structure.program
+        shares: dict[str, float] = {}
+        function = program.functions.get(self.function.name) or program.functions.get("main")
+        for op in function.block.operations if function else ():
+            usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
+            cost = plan.get_estimated_cost_for_mlprogram_operation(op)
+            if usage is not None and cost is not None:
+                unit = _UNITS[type(usage.preferred_compute_device).__name__]
+                shares[unit] = shares.get(unit, 0.0) + cost.weight
+        total = sum(shares.values())
+        return {unit: share / total for unit, share in shares.items()} if total else {}
 
     def make_state(self) -> Any:
         """Return Core ML's own state object, all zero."""

@@ -23,6 +23,7 @@ import numpy as np
 from pdconvert.errors import InputError
 
 if TYPE_CHECKING:
+    from pdconvert.runtime.clock import Clock
     from pdconvert.runtime.handoff import KeysValues
 
 Products = Literal["quantized", "dequantized"]
@@ -106,16 +107,19 @@ class DecodeModel:
             "reason": self.reason,
         }
 
-    def new_cache(self, kv: KeysValues | None = None, capacity: int = 0) -> list[Any]:
+    def new_cache(
+        self, kv: KeysValues | None = None, capacity: int = 0, clock: Clock | None = None
+    ) -> list[Any]:
         """New caches, empty or with the keys and values of a prompt.
 
         Args:
             kv: what the prefill graph gave; the caches take copies.
             capacity: tokens that they shall hold without growing.
+            clock: to which the phases `rotate_s` and `inject_s` are added.
         """
         from pdconvert.runtime.handoff import fill_caches
 
-        return self._on_device(lambda: fill_caches(self.model, kv, self.dtype, capacity))
+        return self._on_device(lambda: fill_caches(self.model, kv, self.dtype, capacity, clock))
 
     def logits(self, ids: Sequence[int], cache: list[Any]) -> np.ndarray:
         """Logits of new tokens after those in the caches, which take them up.

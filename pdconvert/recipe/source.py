@@ -37,8 +37,10 @@ class SourceSpec(Strict):
     """Exactly one kind of source.
 
     Attributes:
-        package: an installed Python package that carries a checkpoint; `file` is inside it.
-        hub: a Hugging Face model id; `revision` is a branch, tag or commit of it.
+        package: an installed Python package that carries a checkpoint.
+        file: of a package: a `.gguf` file or checkpoint folder inside it, where it carries several.
+        hub: a Hugging Face model id.
+        revision: of a hub model: a branch, tag or commit.
         path: a Hugging Face checkpoint folder.
         gguf: a `.gguf` file.
         random: seeded random weights.

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from pdconvert.errors import InputError
-from pdconvert.runtime.manifest import Function
+
+
+class Shape(Protocol):
+    """What is asked of a function."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def past(self) -> int: ...
+
+
+F = TypeVar("F", bound=Shape)
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Chunk(Generic[F]):
     """One call: tokens start … start + length − 1 through a function, on `start` past ones."""
 
-    function: Function
+    function: F
     start: int
     length: int
 
 
-def plan_chunks(functions: Iterable[Function], start: int, tokens: int) -> list[Chunk]:
+def plan_chunks(functions: Iterable[F], start: int, tokens: int) -> list[Chunk[F]]:
     """Cut a run of tokens into calls.
 
     Each call takes the function with the fewest padded columns among those that finish the run, else the one
@@ -34,7 +47,7 @@ def plan_chunks(functions: Iterable[Function], start: int, tokens: int) -> list[
         InputError: the functions do not reach that far.
     """
     usable = [function for function in functions if function.tokens > 1]
-    chunks: list[Chunk] = []
+    chunks: list[Chunk[F]] = []
     end = start + tokens
     while start < end:
         left = end - start
@@ -52,7 +65,7 @@ def plan_chunks(functions: Iterable[Function], start: int, tokens: int) -> list[
     return chunks
 
 
-def reach(functions: Iterable[Function]) -> int:
+def reach(functions: Iterable[Shape]) -> int:
     """The longest run of tokens that calls in chunks can take."""
     usable = [function for function in functions if function.tokens > 1]
     start = 0

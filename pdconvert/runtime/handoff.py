@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pdconvert.errors import InputError
+from pdconvert.runtime.clock import Clock
 from pdconvert.runtime.layouts import graph_to_native, native_to_graph
 
 KeyForm = Literal["rotated", "raw"]
@@ -63,7 +64,9 @@ class KeysValues:
         return native_to_graph(self.values)
 
 
-def fill_caches(model: Any, kv: KeysValues | None, dtype: Any, capacity: int = 0) -> list[Any]:
+def fill_caches(
+    model: Any, kv: KeysValues | None, dtype: Any, capacity: int = 0, clock: Clock | None = None
+) -> list[Any]:
     """New caches of a loaded mlx-lm model that hold K and V.
 
     Raw keys are turned by the model's own RoPE module, layer by layer, in fp32 and at their positions.
@@ -96,15 +99,26 @@ def fill_caches(model: Any, kv: KeysValues | None, dtype: Any, capacity: int = 0
         raise InputError(
             f"the package gives K and V of {len(kv.keys)} layers, decode/ has {len(caches)}; build again"
         )
-    steps = -(-max(kv.tokens, capacity) // CACHE_STEP) * CACHE_STEP
-    for layer, cache, keys, values in zip(model.layers, caches, kv.keys, kv.values, strict=True):
-        turned = mx.array(keys)
-        if kv.form == "raw":
-            turned = _rope(layer)(turned.astype(mx.float32), offset=kv.start)
-        cache.keys, cache.values = _buffer(turned, steps, dtype), _buffer(mx.array(values), steps, dtype)
-        cache.offset = kv.tokens
-    mx.eval([(cache.keys, cache.values) for cache in caches])
+    clock = clock or Clock()
+    with clock.phase("rotate_s"):
+        turned = [_turned(layer, kv, keys) for layer, keys in zip(model.layers, kv.keys, strict=True)]
+        mx.eval(turned)
+    with clock.phase("inject_s"):
+        steps = -(-max(kv.tokens, capacity) // CACHE_STEP) * CACHE_STEP
+        for cache, keys, values in zip(caches, turned, kv.values, strict=True):
+            cache.keys, cache.values = _buffer(keys, steps, dtype), _buffer(mx.array(values), steps, dtype)
+            cache.offset = kv.tokens
+        mx.eval([(cache.keys, cache.values) for cache in caches])
     return caches
+
+
+def _turned(layer: Any, kv: KeysValues, keys: np.ndarray) -> Any:
+    """The keys of a layer after RoPE."""
+    import mlx.core as mx
+
+    if kv.form == "rotated":
+        return mx.array(keys)
+    return _rope(layer)(mx.array(keys).astype(mx.float32), offset=kv.start)
 
 
 def _rope(layer: Any) -> Any:

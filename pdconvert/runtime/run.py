@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from pdconvert.api import load
 from pdconvert.runtime.chunks import plan_chunks
+from pdconvert.runtime.clock import Clock
 from pdconvert.runtime.embedding import HostEmbedding
 from pdconvert.runtime.generate import Sampling
+from pdconvert.runtime.handoff import KeysValues
 from pdconvert.runtime.manifest import Manifest, read_manifest
 from pdconvert.runtime.package_decode import PackageDecoder, decode_functions
 from pdconvert.runtime.prefill import Prefill
-from pdconvert.runtime.prefix_cache import (
-    DEFAULT_DISK_BYTES,
-    BlockStore,
-    DiskStore,
-    PrefixCache,
-    cache_seed,
-)
+from pdconvert.runtime.prefix_cache import BlockStore, DiskStore, PrefixCache, cache_seed
 from pdconvert.runtime.sessions import Opener
 from pdconvert.runtime.weights import DecodeWeights
-from pdconvert.runtime.writer import Clock, OnText, StopReason, Writer
+from pdconvert.runtime.writer import OnText, StopReason, Writer
+
+if TYPE_CHECKING:
+    from pdconvert.runtime.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,20 @@ class Pair:
 
     Attributes:
         manifest: of the build.
-        prefill: the package.
+        package: the package, and what feeds it; counts its calls and the tokens that a prefix cache gave.
         writer: the tokenizer and what decodes.
         prefill_executor: what runs the package, and why.
     """
 
     manifest: Manifest
-    prefill: Prefill
+    package: Prefill
     writer: Writer
     prefill_executor: dict[str, str]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """`encode(text, chat=False)` gives token ids, `detokenizer()` text."""
+        return self.writer.tokenizer
 
     @classmethod
     def open(
@@ -123,23 +128,41 @@ class Pair:
             writer = Writer.open(manifest, decoder, decoder.context)
         return cls(manifest, prefill, writer, executor)
 
-    def run(
+    def prefill(self, ids: Sequence[int]) -> KeysValues | None:
+        """Run a prompt through the package.
+
+        Args:
+            ids: token ids, from one to `package.limit`.
+
+        Returns:
+            Keys and values of all tokens but the last, with which decode begins; None for a prompt of one token.
+
+        Raises:
+            InputError: no tokens, or more than the functions reach.
+            CheckFailed: the package gives values that are not finite.
+        """
+        return self.package.run(ids)
+
+    def generate(
         self,
-        prompt: str,
+        prompt: str | Sequence[int],
         *,
-        max_tokens: int,
-        sampling: Sampling,
+        max_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = 0,
         chat: bool = False,
         on_text: OnText | None = None,
         clock: Clock | None = None,
     ) -> RunResult:
-        """Continues a prompt.
+        """Continue a prompt.
 
         Args:
-            prompt: the text, or the user's message.
+            prompt: the text, the user's message, or token ids.
             max_tokens: at most that many tokens.
-            sampling: how each token is chosen.
-            chat: put the prompt into the model's chat template.
+            temperature, top_p, top_k, seed: how each is chosen; see `Sampling`.
+            chat: put the prompt, a text, into the model's chat template.
             on_text: receives the text as it comes, in pieces that add up to the result's text.
             clock: to which the phases are added.
 
@@ -147,13 +170,13 @@ class Pair:
             InputError: an empty prompt, or one that is too long for the build.
             CheckFailed: a half gives values that are not finite.
         """
-        clock = clock or Clock()
+        sampling, clock = Sampling(temperature, top_p, top_k, seed), clock or Clock()
         with clock.phase("tokenize_s"):
-            ids = self.writer.tokenizer.encode(prompt, chat=chat)
+            ids = self.tokenizer.encode(prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
         self.writer.room(len(ids), max_tokens)
-        cached = self.prefill.cached_tokens
+        cached = self.package.cached_tokens
         with clock.phase("prefill_s"):
-            kv = self.prefill.run(ids)
+            kv = self.prefill(ids)
         written = self.writer.write(
             kv, ids[-1:], max_tokens=max_tokens, sampling=sampling, clock=clock, on_text=on_text
         )
@@ -164,7 +187,7 @@ class Pair:
             written.stop_reason,
             {"prefill": self.prefill_executor, "decode": self.writer.decoder.describe()},
             written.timings(clock),
-            self.prefill.cached_tokens - cached if self.prefill.cache else None,
+            self.package.cached_tokens - cached if self.package.cache else None,
         )
 
 
@@ -203,21 +226,22 @@ def run_build(
     top_k: int = 0,
     seed: int | None = 0,
     chat: bool = False,
-    executor: str = "auto",
-    mode: str = "fp32",
-    compute_units: str = "cpu_and_ne",
-    decode: Literal["mlx", "package"] = "mlx",
-    prefix_cache: Path | None = None,
-    prefix_cache_bytes: int = DEFAULT_DISK_BYTES,
     on_text: OnText | None = None,
+    **options: Any,
 ) -> RunResult:
-    """Opens a build and continues one prompt; see `Pair.open`, `Pair.run` and `Sampling`."""
-    sampling, clock = Sampling(temperature, top_p, top_k, seed), Clock()
+    """Load a build and continue one prompt, loading timed too; `options` as of `pdconvert.load`."""
+    Sampling(temperature, top_p, top_k, seed)  # refuses its values before the seconds that loading takes
+    clock = Clock()
     with clock.phase("load_s"):
-        pair = Pair.open(
-            build,
-            PackageOptions(executor, mode, compute_units),
-            decode=decode,
-            stores=disk_stores(prefix_cache, prefix_cache_bytes),
-        )
-    return pair.run(prompt, max_tokens=max_tokens, sampling=sampling, chat=chat, on_text=on_text, clock=clock)
+        pair = load(build, **options)
+    return pair.generate(
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        chat=chat,
+        on_text=on_text,
+        clock=clock,
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdconvert.runtime.clock import Clock
 from pdconvert.runtime.generate import Sampling
 from pdconvert.runtime.layouts import Layout
 from pdconvert.runtime.manifest import read_manifest
@@ -16,7 +17,7 @@ from pdconvert.runtime.pdkv import check_output, read_pdkv, write_pdkv
 from pdconvert.runtime.pdkv_header import Header
 from pdconvert.runtime.prefix_cache import DEFAULT_DISK_BYTES
 from pdconvert.runtime.run import PackageOptions, RunResult, disk_stores, open_prefill
-from pdconvert.runtime.writer import Clock, OnText, Writer
+from pdconvert.runtime.writer import OnText, Writer
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,10 @@ class DecodeWeights:
         """A read-only view of one tensor in its file; nothing is read until it is used."""
         place = self._place(name)
         return np.memmap(place.path, place.dtype, "r", place.offset, place.shape)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every tensor by name."""
+        return {name: place.dtype.itemsize * math.prod(place.shape) for name, place in self._places.items()}
 
     def rows(self, module: str, ids: Sequence[int]) -> np.ndarray:
         """Rows of a module's weight matrix, de-quantized.

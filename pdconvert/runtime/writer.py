@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from pdconvert.errors import InputError
+from pdconvert.runtime.clock import Clock
 from pdconvert.runtime.generate import Sampling, generate
 from pdconvert.runtime.handoff import KeysValues
 from pdconvert.runtime.manifest import Manifest
@@ -37,22 +36,6 @@ class Decoder(Protocol):
 
     def describe(self) -> dict[str, str]:
         """What runs it, and why."""
-
-
-@dataclass
-class Clock:
-    """Seconds of named phases."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds the time of a block to a phase."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 @dataclass(frozen=True)

@@ -14,24 +14,26 @@ if TYPE_CHECKING:
 __all__ = ["Source", "TensorInfo", "open_source"]
 
 
-def open_source(spec: SourceSpec) -> Source:
+def open_source(spec: SourceSpec, *, weights: bool = True) -> Source:
     """Open a checkpoint by looking at its metadata; no weight is read.
 
     Args:
         spec: the source of a recipe.
+        weights: whether a folder's or a hub model's weights must be there; without, its config is enough, and
+            it has no tensors.
 
     Raises:
         InputError: the source is missing, unreadable, incomplete, damaged, or already quantized.
     """
     try:
-        return _open(spec)
+        return _open(spec, weights)
     except OSError as error:
         raise InputError(
             f"{error.filename or spec.kind}: cannot be read: {error.strerror or error}"
         ) from error
 
 
-def _open(spec: SourceSpec) -> Source:
+def _open(spec: SourceSpec, weights: bool) -> Source:
     if spec.random is not None:
         from pdconvert.sources.random import RandomSource
 
@@ -47,7 +49,7 @@ def _open(spec: SourceSpec) -> Source:
     if spec.hub is not None:
         from pdconvert.sources.hub import open_hub
 
-        return open_hub(spec.hub, spec.revision)
+        return open_hub(spec.hub, spec.revision, weights=weights)
     from pdconvert.sources.hf_dir import HfDirSource
 
-    return HfDirSource(Path(str(spec.path)))
+    return HfDirSource(Path(str(spec.path)), weights=weights)

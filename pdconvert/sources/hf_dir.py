@@ -60,6 +60,7 @@ class HfDirSource(Source):
     Args:
         folder: the folder.
         label: names the source in errors; the folder's path by default.
+        weights: whether the weights must be there; without, none are looked at and there are no tensors.
 
     Raises:
         InputError: the folder, its config or its weights are missing, incomplete, damaged, already
@@ -68,7 +69,7 @@ class HfDirSource(Source):
 
     no_tokenizer = "no tokenizer (tokenizer.json or tokenizer.model); add its files"
 
-    def __init__(self, folder: Path, label: str | None = None) -> None:
+    def __init__(self, folder: Path, label: str | None = None, *, weights: bool = True) -> None:
         if not folder.is_dir():
             missing = "not a folder" if folder.exists() else "no such folder"
             raise InputError(
@@ -79,7 +80,7 @@ class HfDirSource(Source):
         self.config = self._read_config()
         self._refuse_adapter_files()
         self._open: _WeightFile | None = None
-        self._files, self._weight_map = self._find_weights()
+        self._files, self._weight_map = self._find_weights() if weights else ([], None)
         self._table = self._checked_table()
         self._infos = {name: info for name, (_, _, info) in self._table.items()}
         generation = folder / "generation_config.json"

@@ -13,7 +13,7 @@ _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "LICEN[SC]E*", "NOTICE*"
 """What is downloaded beside the weights; no code among it."""
 
 
-def open_hub(name: str, revision: str | None) -> HfDirSource:
+def open_hub(name: str, revision: str | None, *, weights: bool = True) -> HfDirSource:
     """Open a model of the hub.
 
     A snapshot in the cache is used if it is complete; otherwise it is downloaded, which continues an
@@ -22,6 +22,7 @@ def open_hub(name: str, revision: str | None) -> HfDirSource:
     Args:
         name: `org/name`.
         revision: branch, tag or commit; None is the main branch.
+        weights: whether the weights are wanted; without, config and tokenizer are enough.
 
     Raises:
         InputError: offline without a complete copy in the cache, no such model, or no access to it; or
@@ -31,21 +32,32 @@ def open_hub(name: str, revision: str | None) -> HfDirSource:
     cached = _cached(name, revision)
     if cached is not None:
         try:
-            return _opened(name, cached)
+            return _opened(name, cached, weights)
         except MissingFile as error:
             problem = f"its copy is incomplete ({error})"
-    for weights in ("*.safetensors", "*.bin"):
-        snapshot = _downloaded(name, revision, weights, problem)
+    for pattern in ("*.safetensors", "*.bin") if weights else ("config.json",):
+        snapshot = _downloaded(name, revision, pattern, problem)
         try:
-            return _opened(name, snapshot)
+            return _opened(name, snapshot, weights)
         except MissingFile as error:
             problem = f"its copy is incomplete ({error})"
     raise InputError(f"hub:{name}: {problem}. {_advice(name)}")
 
 
-def _opened(name: str, snapshot: Path) -> HfDirSource:
+def open_cached(name: str, revision: str | None) -> HfDirSource | None:
+    """The model as the cache has it, or None where its copy is absent or incomplete; no network is used."""
+    cached = _cached(name, revision)
+    if cached is None:
+        return None
+    try:
+        return _opened(name, cached, weights=True)
+    except MissingFile:
+        return None
+
+
+def _opened(name: str, snapshot: Path, weights: bool) -> HfDirSource:
     """The source of a snapshot; its folder is named after the commit."""
-    return HfDirSource(snapshot, f"hub:{name}@{snapshot.name[:12]}")
+    return HfDirSource(snapshot, f"hub:{name}@{snapshot.name[:12]}", weights=weights)
 
 
 def _advice(name: str) -> str:

@@ -110,3 +110,47 @@ def test_core_ml_agrees_with_mil_where_there_is_one(package: Path) -> None:
     for _ in range(2):
         got, want = session.run(INPUTS, states[0]), reference.run(INPUTS, states[1])
         torch.testing.assert_close(got["out"], want["out"], rtol=1e-3, atol=1e-3)
+
+
+def test_placement_is_by_estimated_cost(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan as coremltools gives it on macOS: an op on each unit, and a constant without an estimate."""
+    from types import SimpleNamespace
+
+    from coremltools.models.compute_plan import MLComputePlan
+
+    def device(name: str) -> Any:
+        return SimpleNamespace(preferred_compute_device=type(name, (), {})())
+
+    ops = {
+        "conv": (device("MLNeuralEngineComputeDevice"), SimpleNamespace(weight=0.6)),
+        "gather": (device("MLCPUComputeDevice"), SimpleNamespace(weight=0.2)),
+        "const": (None, None),
+    }
+
+    class Plan:
+        model_structure = SimpleNamespace(
+            program=SimpleNamespace(
+                functions={"main": SimpleNamespace(block=SimpleNamespace(operations=list(ops)))}
+            )
+        )
+
+        def get_compute_device_usage_for_mlprogram_operation(self, op: str) -> Any:
+            return ops[op][0]
+
+        def get_estimated_cost_for_mlprogram_operation(self, op: str) -> Any:
+            return ops[op][1]
+
+    asked = []
+
+    def load_from_path(path: str, compute_units: Any) -> Plan:
+        asked.append((path, compute_units))
+        return Plan()
+
+    monkeypatch.setattr(ct.models, "MLModel", FakeModel)
+    monkeypatch.setattr(FakeModel, "get_compiled_model_path", lambda self: "p.mlmodelc", raising=False)
+    monkeypatch.setattr(MLComputePlan, "load_from_path", load_from_path)
+    assert CoremlSession(package).placement() == pytest.approx({"ne": 0.75, "cpu": 0.25})
+    assert asked == [("p.mlmodelc", ct.ComputeUnit.CPU_AND_NE)]
+    ops.clear()
+    Plan.model_structure.program.functions["main"].block.operations.clear()
+    assert CoremlSession(package).placement() == {}
