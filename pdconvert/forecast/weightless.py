@@ -10,7 +10,7 @@ import torch
 from pdconvert.layer_tensors import block_shapes
 from pdconvert.prepare import Plan, make_forms
 from pdconvert.program import Block
-from pdconvert.quant.grid import QuantizedLinear, decode_group
+from pdconvert.quant.grid import LutLinear, QuantizedLinear, decode_group
 from pdconvert.quant.store import Stored
 
 
@@ -117,4 +117,6 @@ def raw_bytes(stored: Stored) -> list[int]:
     """Bytes of a stored tensor: codes and scales, or fp16 values."""
     if isinstance(stored, QuantizedLinear):
         return [stored.codes.numel() * stored.bits // 8, 2 * stored.scales.numel()]
+    if isinstance(stored, LutLinear):
+        return [stored.codes.numel() * stored.bits // 8, 2 * stored.tables.numel()]
     return [2 * stored.numel()]
