@@ -39,12 +39,14 @@ class QuantizeWeights:
         form: `integer`: code times scale, symmetric; `lut`: entries of tables made by k-means.
         granularity: for integers `per_channel`, one scale per output channel, the form that the ANE and MLX can
             both hold, or `per_group`, one per group of input channels, for MLX; for tables `per_tensor`, or
-            `per_grouped_channel`, one per group of output channels. Left out, per_channel or per_grouped_channel.
+            `per_grouped_channel`, one per group of output channels: of 4 at 4 bits, 16 at 6, 64 at 8. Left out,
+            per_channel or per_grouped_channel.
         group_size: channels in a group; 0 takes 64 input channels (32 where 64 does not divide) or 4 output ones.
         rounding: `nearest`, or `gptq`: by what the calibration text makes of it.
         correction: with gptq, how far weights move to make up for the error of the layers before, 0 … 1.
         sweeps: with gptq, passes of coordinate descent after it.
         bits: other widths by linear, such as `{layers.0.mlp.down_proj: 8}`.
+        budget: choose those by measuring: `{bits_per_weight: 5.0}`, or `{kld: 0.05}`, which is a prediction.
         force: allow a form that is reported wrong on the ANE.
     """
 
@@ -57,6 +59,7 @@ class QuantizeWeights:
     correction: float = 0.5
     sweeps: int = 0
     bits: dict[str, int] = field(default_factory=dict, hash=False)
+    budget: dict[str, float] = field(default_factory=dict, hash=False)
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -71,11 +74,22 @@ class QuantizeWeights:
             )
         if self.group_size < 0 or self.sweeps < 0 or not 0 <= self.correction <= 1:
             raise InputError("group_size and sweeps must not be negative, correction must be between 0 and 1")
+        if self.budget and (self.bits or not self.calibrated):
+            raise InputError("budget needs rounding: gptq, and chooses bits itself; leave bits out")
+        if self.budget and (
+            set(self.budget) not in ({"bits_per_weight"}, {"kld"}) or min(self.budget.values()) <= 0
+        ):
+            raise InputError(f"budget {self.budget} is not one of {{bits_per_weight: 5.0}} and {{kld: 0.05}}")
         for width in (*self.bits.values(), *([BITS[self.scheme]] if self.scheme != "none" else [])):
-            if width not in ((4, 8) if self.form == "integer" else (4, 6, 8)):
+            if width not in self.widths:
                 raise InputError(
                     f"{width} bits are not a width of form {self.form}: integers have 4 or 8, tables also 6"
                 )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Bits that the form can have."""
+        return (4, 8) if self.form == "integer" else (4, 6, 8)
 
     @property
     def sizes(self) -> str:
@@ -102,7 +116,7 @@ class QuantizeWeights:
         def records(name: str, matrix: Tensor) -> Record:
             path = f"{block.name}.{name}"
             if self.form == "integer" and self._bits(path) == 8:
-                return quantize_symmetric(matrix, 8, path, self._group(matrix))
+                return quantize_symmetric(matrix, 8, path, self._group(matrix.shape[1]))
             grid = self._grid(matrix, None, path)
             return grid.record(grid.nearest(matrix, torch.arange(matrix.shape[1])))
 
@@ -135,6 +149,23 @@ class QuantizeWeights:
         expected = set() if self.scheme == "none" else {f"{name}.weight" for name in linears}
         assert set(after.records) == expected, "a weight was skipped"
 
+    def rounded(self, matrix: Tensor, gram: Tensor, path: str) -> Tensor:
+        """The values of a weight (O, I) after GPTQ alone, by XᵀX of its inputs (I, I)."""
+        from pdconvert.quant.rounding import gptq
+
+        grid = self._grid(matrix, gram, path)
+        columns = torch.arange(matrix.shape[1], device=matrix.device)
+        return grid.values(gptq(matrix, gram, grid), columns)
+
+    def stored_bits(self, shape: tuple[int, int], width: int) -> float:
+        """Bits of a weight (O, I) at a width: codes with their scales or tables."""
+        outputs, inputs = shape
+        if self.form == "lut":
+            tables = 16 * (1 << width) * (outputs // self._rows(outputs, width))
+            return width * outputs * inputs + tables
+        groups = inputs // self._group(inputs) if self._group(inputs) else 1
+        return width * outputs * inputs + 16 * outputs * groups
+
     def _with_records(self, block: Block, quantize: Callable[[str, Tensor], Record]) -> Block:
         """The block with the values of its records, and of everything else in fp16."""
         module = rewrite(block.module, lambda part: None)
@@ -164,17 +195,23 @@ class QuantizeWeights:
 
     def _grid(self, matrix: Tensor, gram: Tensor | None, path: str) -> IntegerGrid | TableGrid:
         if self.form == "integer":
-            return integer_grid(matrix, gram, self._bits(path), self._group(matrix), path)
+            return integer_grid(matrix, gram, self._bits(path), self._group(matrix.shape[1]), path)
         importance = matrix.new_ones(matrix.shape[1]) if gram is None else gram.diagonal()
-        size = self.group_size or GROUPED["per_grouped_channel"]
-        rows = matrix.shape[0] if self.sizes == "per_tensor" else math.gcd(size, matrix.shape[0])
-        return table_grid(matrix, importance, self._bits(path), rows, path)
+        return table_grid(
+            matrix, importance, self._bits(path), self._rows(len(matrix), self._bits(path)), path
+        )
 
-    def _group(self, matrix: Tensor) -> int:
+    def _rows(self, outputs: int, width: int) -> int:
+        """Output channels per table; at more than 4 bits so many more that tables take the same share of the bits."""
+        if self.sizes == "per_tensor":
+            return outputs
+        size = self.group_size or GROUPED["per_grouped_channel"]
+        return math.gcd(size << width - 4, outputs)
+
+    def _group(self, inputs: int) -> int:
         """Input channels per scale; 0 (all of them) where the size does not divide."""
         if self.sizes != "per_group":
             return 0
-        inputs = matrix.shape[1]
         if not self.group_size:
             return decode_group(inputs)
         return self.group_size if inputs % self.group_size == 0 else 0

@@ -28,16 +28,8 @@ from pdconvert.errors import CheckFailed
 from pdconvert.layer_tensors import by_checkpoint_name, join_rows
 from pdconvert.ledger import Ledger
 from pdconvert.lowering.contract import Part
-from pdconvert.prepare import (
-    GREEDY_TOKENS,
-    Plan,
-    Texts,
-    calibration_tokens,
-    make_compiler,
-    make_plan,
-    make_texts,
-    resolve_passes,
-)
+from pdconvert.prepare import GREEDY_TOKENS, Plan, Texts, make_compiler, make_plan, make_texts, resolve_passes
+from pdconvert.prepare_quantization import allocate_bits, calibration_tokens
 from pdconvert.process import output_folder
 from pdconvert.progress import Progress
 from pdconvert.quant.store import Stored
@@ -98,6 +90,17 @@ def build(
         if calibrated(plan.passes):
             with progress.stage("calibration text"):
                 calibration_ids = calibration_tokens(plan, tokenizer, cache, hashes, device)
+            with progress.stage("bits of each linear"):
+                plan = allocate_bits(
+                    plan,
+                    calibration_ids,
+                    cache,
+                    hashes,
+                    device,
+                    lambda layers: progress.bar(
+                        layers, "sensitivity", total=len(plan.spec.layers), unit="layer"
+                    ),
+                )
         compiler = make_compiler(plan, texts, hashes, calibration_ids, device)
 
         with progress.stage("compile blocks"):

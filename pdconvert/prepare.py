@@ -8,11 +8,10 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from pdconvert import calibrate, families, text
+from pdconvert import families, text
 from pdconvert.blocks import stream_inputs
 from pdconvert.compile import Compiler, Forms, code_hash
 from pdconvert.errors import InputError
@@ -220,32 +219,6 @@ def _check_form(item: QuantizeWeights, target: str) -> None:
         raise InputError(
             f"recipe: quantize_weights {item.scheme} {item.form} {item.sizes} needs prefill.target iOS18, not {target}"
         )
-
-
-def calibration_tokens(
-    plan: Plan, tokenizer: Tokenizer | None, cache: Cache, hashes: dict[str, str], device: str
-) -> tuple[tuple[int, ...], ...]:
-    """Token ids of the calibration text, (N, W); () where no pass looks at it. What the model wrote is kept."""
-    if not any(getattr(item, "calibrated", False) for item in plan.passes):
-        return ()
-    wanted, vocab = plan.recipe.calibration, plan.spec.vocab_size
-    length = min(wanted.length, plan.spec.max_positions)
-    if plan.source.random or tokenizer is None:
-        found = calibrate.random_sequences(vocab, wanted.sequences, length, wanted.seed)
-    elif wanted.file is not None:
-        found = calibrate.read_sequences(Path(wanted.file), tokenizer, wanted.sequences, length)
-    else:
-        reference = Reference(plan.source, plan.family, plan.spec)
-        inputs = [code_hash(), hashes, plan.source.config, wanted.sequences, length, wanted.seed, device]
-        key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
-
-        def write(folder: Path) -> None:
-            ids = calibrate.write_sequences(reference, wanted.sequences, length, wanted.seed, device)
-            (folder / "sequences.json").write_text(json.dumps(ids))
-
-        folder = cache.get(key) or cache.put(key, write)
-        found = json.loads((folder / "sequences.json").read_text())
-    return tuple(map(tuple, found))
 
 
 @runtime_checkable

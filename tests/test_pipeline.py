@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from pdconvert.checks import Check, verdict
 from pdconvert.errors import InputError
 from pdconvert.pipeline import build
-from pdconvert.recipe import load_recipe
+from pdconvert.recipe import Recipe, load_recipe
 from pdconvert.verify import verify_build
 
 
@@ -185,6 +185,24 @@ def test_other_widths_for_chosen_linears(tmp_path):
     config = json.loads((tmp_path / "mixed" / "decode" / "config.json").read_text())["quantization"]
     assert config["bits"] == 4 and config["model.layers.1.mlp.down_proj"]["bits"] == 8
     assert verify_build(tmp_path / "mixed")["verdict"] == "pass"
+
+
+def with_quantizer(recipe: Recipe, **options) -> Recipe:
+    *others, quantizer = recipe.passes
+    return recipe.model_copy(update={"passes": (*others, replace(quantizer, **options))})
+
+
+def test_bits_under_a_budget(tmp_path):
+    recipe = with_quantizer(tiny(*LUT, *CALIBRATED), budget={"bits_per_weight": 6.2})
+    assert build(recipe, tmp_path / "mixed").verdict == "pass"
+    manifest = json.loads((tmp_path / "mixed" / "manifest.json").read_text())
+    used = manifest["quantization"]["bits_per_weight"]
+    assert 5.5 < used <= 6.2
+    note = next(note for note in manifest["source"]["notes"] if "budget bits_per_weight 6.2" in note)
+    assert f"{used:.2f}"[:3] in note
+    with pytest.raises(InputError, match="no choice of .* bits meets bits_per_weight 4"):
+        build(with_quantizer(tiny(*LUT, *CALIBRATED), budget={"bits_per_weight": 4}), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_tampered_package_fails_verification(tmp_path):

@@ -1,0 +1,107 @@
+"""What calibrated quantization needs before the first block: text, and the bits of each linear under a budget."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdconvert import calibrate
+from pdconvert.compile import code_hash
+from pdconvert.errors import InputError
+from pdconvert.layer_tensors import block_shapes
+from pdconvert.reference import Reference
+
+if TYPE_CHECKING:
+    from pdconvert.cache import Cache
+    from pdconvert.prepare import Plan
+    from pdconvert.runtime.tokenizer import Tokenizer
+
+
+def calibration_tokens(
+    plan: Plan, tokenizer: Tokenizer | None, cache: Cache, hashes: dict[str, str], device: str
+) -> tuple[tuple[int, ...], ...]:
+    """Token ids of the calibration text, (N, W); () where no pass looks at it. What the model wrote is kept."""
+    if not any(getattr(item, "calibrated", False) for item in plan.passes):
+        return ()
+    wanted, vocab = plan.recipe.calibration, plan.spec.vocab_size
+    length = min(wanted.length, plan.spec.max_positions)
+    if plan.source.random or tokenizer is None:
+        found = calibrate.random_sequences(vocab, wanted.sequences, length, wanted.seed)
+    elif wanted.file is not None:
+        found = calibrate.read_sequences(Path(wanted.file), tokenizer, wanted.sequences, length)
+    else:
+        reference = Reference(plan.source, plan.family, plan.spec)
+        inputs = [code_hash(), hashes, plan.source.config, wanted.sequences, length, wanted.seed, device]
+        key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+
+        def write(folder: Path) -> None:
+            ids = calibrate.write_sequences(reference, wanted.sequences, length, wanted.seed, device)
+            (folder / "sequences.json").write_text(json.dumps(ids))
+
+        folder = cache.get(key) or cache.put(key, write)
+        found = json.loads((folder / "sequences.json").read_text())
+    return tuple(map(tuple, found))
+
+
+def allocate_bits(
+    plan: Plan,
+    sequences: Sequence[Sequence[int]],
+    cache: Cache,
+    hashes: dict[str, str],
+    device: str,
+    track: Callable[[Iterator[int]], Iterator[int]] = lambda items: items,
+) -> Plan:
+    """Replace the budget of quantize_weights by bits for every linear; what was decided becomes a note.
+
+    Raises:
+        InputError: no choice of bits meets the budget.
+    """
+    from passes import QuantizeWeights
+    from pdconvert.quant.allocation import Linear, allocate
+    from pdconvert.sensitivity import measure_linears
+
+    quantizer = next(
+        (item for item in plan.passes if isinstance(item, QuantizeWeights) and item.budget), None
+    )
+    if quantizer is None:
+        return plan
+    plain = replace(quantizer, budget={})
+    inputs = [code_hash(), hashes, plan.source.config, repr(plain), sequences, device]
+    key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+
+    def write(folder: Path) -> None:
+        reference = Reference(plan.source, plan.family, plan.spec)
+        found = measure_linears(reference, sequences, plain, device, track)
+        (folder / "linears.json").write_text(json.dumps({name: vars(item) for name, item in found.items()}))
+
+    folder = cache.get(key) or cache.put(key, write)
+    linears = {
+        name: Linear(**item) for name, item in json.loads((folder / "linears.json").read_text()).items()
+    }
+    shapes = {
+        f"layers.{i}.{name}": shape
+        for i in range(len(plan.spec.layers))
+        for name, shape in block_shapes(plan.spec, i).items()
+    }
+
+    def cost(name: str, width: int) -> float:
+        rows, columns = shapes[f"{name}.weight"]
+        return plain.stored_bits((rows, columns), width)
+
+    chosen = allocate(linears, plain.widths, cost, **quantizer.budget)
+    wanted = ", ".join(f"{name} {value:g}" for name, value in quantizer.budget.items())
+    if chosen is None:
+        raise InputError(f"recipe: quantize_weights.budget: no choice of {plain.widths} bits meets {wanted}")
+    counts = ", ".join(f"{list(chosen.bits.values()).count(width)} at {width}" for width in plain.widths)
+    note = (
+        f"quantize_weights: budget {wanted}: {counts} bits, {chosen.bits_per_weight:.3f} bits per weight, "
+        f"predicted KLD {chosen.predicted_kld:.3f}"
+    )
+    passes = tuple(
+        replace(plain, bits=dict(chosen.bits)) if item is quantizer else item for item in plan.passes
+    )
+    return replace(plan, passes=passes, notes=(*plan.notes, note))

@@ -1,0 +1,86 @@
+"""What each linear costs when it alone has few bits: the KL divergence that mixed precision is chosen by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pdconvert.compile import plain_layer
+from pdconvert.measure import kl_divergence_nats
+from pdconvert.program import Probe
+from pdconvert.quant.allocation import Linear
+from pdconvert.quant.calibration import Calibration, reference_inputs, stages
+from pdconvert.reference import Reference
+
+if TYPE_CHECKING:
+    from passes import QuantizeWeights
+
+SEQUENCES = 4
+TOKENS = 128
+"""Calibration text that is measured on; the rest of it is left to the rounding."""
+
+
+@torch.no_grad()
+def measure_linears(
+    reference: Reference,
+    sequences: Sequence[Sequence[int]],
+    quantizer: QuantizeWeights,
+    device: str = "cpu",
+    track: Callable[[Iterator[int]], Iterator[int]] = lambda items: items,
+) -> dict[str, Linear]:
+    """Damage of every linear of the decoder, each rounded alone by GPTQ, the others as in the checkpoint.
+
+    Args:
+        sequences: calibration text; the first tokens of some are used.
+        quantizer: the pass, which says to what grid.
+        track: wraps the loop over layers, for a progress bar.
+
+    Returns:
+        By block and name, such as "layers.3.mlp.down_proj".
+    """
+    ids = torch.tensor([list(sequence[:TOKENS]) for sequence in sequences[:SEQUENCES]])
+    table = reference.source.read("model.embed_tokens.weight")
+    hidden = (table[ids] * reference.spec.embedding_scale).to(device)
+    depth = len(reference.spec.layers)
+    layers = [reference.module(i, reference.read_layer(i)).to(device) for i in range(depth)]
+    head = {name: value.to(device) for name, value in reference.head_tensors().items()}
+
+    def logits(state: Tensor, first: int) -> Tensor:
+        for layer in layers[first:]:
+            state, _ = reference.run(layer, state)
+        return reference.logits(state, head).flatten(0, 1)
+
+    expected = logits(hidden, 0)
+    found: dict[str, Linear] = {}
+    for index in track(iter(range(depth))):
+        tensors = reference.read_layer(index)
+        inputs = _inputs(reference, index, tensors, hidden, device)
+        for name, rows in inputs.items():
+            weight = tensors[f"{name}.weight"].to(device)
+            path = f"layers.{index}.{name}"
+            rounded = quantizer.rounded(weight, rows.T @ rows, f"{path}.weight")
+            changed = reference.module(index, {**tensors, f"{name}.weight": rounded.cpu()}).to(device)
+            got = logits(reference.run(changed, hidden)[0], index + 1)
+            found[path] = Linear(weight.numel(), kl_divergence_nats(expected, got).mean().item())
+        hidden, _ = reference.run(layers[index], hidden)
+    return found
+
+
+def _inputs(
+    reference: Reference, index: int, tensors: Mapping[str, Tensor], hidden: Tensor, device: str
+) -> dict[str, Tensor]:
+    """What each linear of a layer reads, (tokens, I), by name in the block."""
+    block = plain_layer(reference.spec, index, tensors, raw_keys=False).to(device)
+
+    def probe(window: Tensor) -> Probe:
+        positions = torch.arange(window.shape[1])
+        cos, sin = reference.rope(positions)
+        return Probe(window, positions, cos[0], sin[0])
+
+    calibration = Calibration(hidden, hidden, probe, device)
+    groups = stages(block, next(calibration.windows(hidden)))
+    found = reference_inputs(block, calibration, [names[0] for names in groups])
+    return {name: found[names[0]] for names in groups for name in names}
