@@ -45,6 +45,9 @@ class QuantizeWeights:
         rounding: `nearest`, or `gptq`: by what the calibration text makes of it.
         correction: with gptq, how far weights move to make up for the error of the layers before, 0 … 1.
         sweeps: with gptq, passes of coordinate descent after it.
+        learning_steps: then learn scales, table entries and norm gains against the reference's logits, codes frozen,
+            for so many steps; 0 learns nothing. All layers are in memory meanwhile, in fp32.
+        learning_rate: largest relative change per step.
         bits: other widths by linear, such as `{layers.0.mlp.down_proj: 8}`.
         budget: choose those by measuring: `{bits_per_weight: 5.0}`, or `{kld: 0.05}`, which is a prediction.
         force: allow a form that is reported wrong on the ANE.
@@ -58,6 +61,8 @@ class QuantizeWeights:
     rounding: Literal["nearest", "gptq"] = "nearest"
     correction: float = 0.5
     sweeps: int = 0
+    learning_steps: int = 0
+    learning_rate: float = 1e-3
     bits: dict[str, int] = field(default_factory=dict, hash=False)
     budget: dict[str, float] = field(default_factory=dict, hash=False)
     force: bool = False
@@ -74,6 +79,12 @@ class QuantizeWeights:
             )
         if self.group_size < 0 or self.sweeps < 0 or not 0 <= self.correction <= 1:
             raise InputError("group_size and sweeps must not be negative, correction must be between 0 and 1")
+        if (
+            self.learning_steps < 0
+            or self.learning_rate <= 0
+            or (self.learning_steps and not self.calibrated)
+        ):
+            raise InputError("learning_steps and learning_rate must be positive, and need rounding: gptq")
         if self.budget and (self.bits or not self.calibrated):
             raise InputError("budget needs rounding: gptq, and chooses bits itself; leave bits out")
         if self.budget and (

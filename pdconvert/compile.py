@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -25,11 +25,13 @@ from torch import Tensor, nn
 
 from pdconvert.blocks import DecoderLayer, Head, Layout
 from pdconvert.calibrate import Flow
+from pdconvert.fixed_values import with_fixed
 from pdconvert.model import ModelSpec
 from pdconvert.program import Block, Pass, Probe, Step, check_family, run_passes
 from pdconvert.quant.grid import quantize_symmetric
 from pdconvert.quant.store import Stored, dequantized, load_block, save_block
 from pdconvert.reference import Reference
+from pdconvert.sources.files import sha256_file
 
 if TYPE_CHECKING:
     from pdconvert.cache import Cache
@@ -124,6 +126,8 @@ class Compiler:
         graph_passes: passes of the prefill graph alone, which follow those, by block name.
         raw_keys: whether k leaves the graph before RoPE.
         probe_ids, window_ids: token ids of the probe (T) and of held-out windows (N, W).
+        fixed: by block, stored tensors that take the place of what the quantizer would compute, in files: those of
+            an earlier compilation, then those that were learned from them.
         calibration_ids: token ids of calibration text (N, W); empty where no pass looks at it.
         device: where calibrated passes compute.
     """
@@ -140,6 +144,7 @@ class Compiler:
     source_hashes: Mapping[str, str]
     calibration_ids: tuple[tuple[int, ...], ...] = ()
     device: str = "cpu"
+    fixed: Mapping[str, tuple[Path, Path]] = field(default_factory=dict)
 
     def compile(self, cache: Cache) -> Iterator[CompiledBlock]:
         """Yield the embedding, every layer and the head, in order; what the cache has is not done again."""
@@ -157,7 +162,7 @@ class Compiler:
             folder = cache.get(key)
             if folder is None:
                 before = done[-1].streams() if done else None
-                if work == self._layer and self.calibration_ids:
+                if work == self._layer and self.calibration_ids and not self.fixed:
                     work = partial(
                         work, calibration=flow.before(index - 1, lambda layer: done[layer + 1].tensors())
                     )
@@ -202,6 +207,7 @@ class Compiler:
             "probe": self.probe_ids,
             "windows": self.window_ids,
             "calibration": [self.calibration_ids, self.device],
+            "fixed": [sha256_file(path) for _, paths in sorted(self.fixed.items()) for path in paths],
         }
         return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -238,7 +244,8 @@ class Compiler:
 
         block = plain_layer(spec, index, tensors, self.raw_keys)
         outputs, first = check_family(block, probe, expected)
-        block, outputs, steps = run_passes(block, self.passes, probe, expected, outputs, calibration)
+        passes = self.passes if not self.fixed else with_fixed(self.passes, self.fixed[block.name])
+        block, outputs, steps = run_passes(block, passes, probe, expected, outputs, calibration)
         stored = stored_tensors(block)
         values = {name: dequantized(value) for name, value in stored.items()}
         _, _, more = run_passes(block, self.graph_passes[block.name], probe, expected, outputs)

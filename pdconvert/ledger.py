@@ -11,6 +11,7 @@ from pdconvert.program import Step
 
 ADVICE = {
     "family": "the family's block differs from Hugging Face's; report it as a bug with the checkpoint's config",
+    "learn_scales": "lower quantize_weights.learning_rate, or leave learning_steps out",
     "quantize_weights": "use a finer scheme, or `scheme: none` to see what the weights cost",
 }
 DEFAULT_ADVICE = "take the pass out of the recipe, or report it as a bug with the checkpoint's config"
@@ -37,7 +38,11 @@ class Ledger:
         checks = []
         for name in self.names():
             step = self.worst(name)
-            floor = step.floor_db if name == "quantize_weights" else max(step.floor_db, adapted_db)
+            floor = (
+                step.floor_db
+                if name in ("quantize_weights", "learn_scales")
+                else max(step.floor_db, adapted_db)
+            )
             hint = f"block {step.block}, pass {name}: {ADVICE.get(name, DEFAULT_ADVICE)}"
             value = math.nan if math.isnan(step.original_db) else step.previous_db
             checks.append(

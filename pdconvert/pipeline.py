@@ -29,7 +29,7 @@ from pdconvert.layer_tensors import by_checkpoint_name, join_rows
 from pdconvert.ledger import Ledger
 from pdconvert.lowering.contract import Part
 from pdconvert.prepare import GREEDY_TOKENS, Plan, Texts, make_compiler, make_plan, make_texts, resolve_passes
-from pdconvert.prepare_quantization import allocate_bits, calibration_tokens
+from pdconvert.prepare_quantization import allocate_bits, calibration_tokens, learned_layers
 from pdconvert.process import output_folder
 from pdconvert.progress import Progress
 from pdconvert.quant.store import Stored
@@ -103,12 +103,12 @@ def build(
                 )
         compiler = make_compiler(plan, texts, hashes, calibration_ids, device)
 
-        with progress.stage("compile blocks"):
-            compiled = progress.bar(
-                compiler.compile(cache), "compile", total=compiler.depth + 2, unit="block"
-            )
-            blocks = list(compiled)
-        decode_blocks = _own_grid(plan, compiler, cache, progress) or blocks
+        blocks = _compiled(compiler, cache, progress, "compile")
+        decode_blocks = blocks
+        if recipe.decode.grid == "own":
+            no_graph: dict[str, tuple[Pass, ...]] = dict.fromkeys(compiler.graph_passes, ())
+            own = replace(compiler, passes=plan.decode_passes, graph_passes=no_graph)
+            decode_blocks = _compiled(own, cache, progress, "decode half")
         ledger = Ledger([step for block in blocks for step in block.steps()])
         with progress.stage("greedy tokens of the reference"):
             greedy = _greedy(compiler, texts)
@@ -157,14 +157,25 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _own_grid(plan: Plan, compiler: Compiler, cache: Cache, progress: Progress) -> list[CompiledBlock] | None:
-    """The blocks as the MLX half stores them, where it has a grid of its own."""
-    if plan.recipe.decode.grid == "shared":
-        return None
-    no_graph: dict[str, tuple[Pass, ...]] = dict.fromkeys(compiler.graph_passes, ())
-    own = replace(compiler, passes=plan.decode_passes, graph_passes=no_graph)
-    with progress.stage("compile the decode half"):
-        return list(progress.bar(own.compile(cache), "decode half", total=own.depth + 2, unit="block"))
+def _compiled(compiler: Compiler, cache: Cache, progress: Progress, name: str) -> list[CompiledBlock]:
+    """All blocks; where the quantizer learns, once as it rounds them and once more with what was learned."""
+    with progress.stage(f"{name}: blocks"):
+        blocks = list(progress.bar(compiler.compile(cache), name, total=compiler.depth + 2, unit="block"))
+    steps = max((getattr(item, "learning_steps", 0) for item in compiler.passes), default=0)
+    if not steps:
+        return blocks
+    with progress.stage(f"{name}: learn scales"):
+        folder = learned_layers(
+            compiler, blocks, cache, lambda items: progress.bar(items, "learn", total=steps, unit="step")
+        )
+    fixed = {
+        block.name: (block.folder / "tensors.safetensors", folder / f"{block.name}.safetensors")
+        for block in blocks
+        if block.name.startswith("layers.")
+    }
+    again = replace(compiler, fixed=fixed)
+    with progress.stage(f"{name}: learned blocks"):
+        return list(progress.bar(again.compile(cache), name, total=compiler.depth + 2, unit="block"))
 
 
 def _tokenizer(plan: Plan, folder: Path) -> Tokenizer | None:

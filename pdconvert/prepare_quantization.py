@@ -13,10 +13,13 @@ from pdconvert import calibrate
 from pdconvert.compile import code_hash
 from pdconvert.errors import InputError
 from pdconvert.layer_tensors import block_shapes
+from pdconvert.quant.store import save_block
 from pdconvert.reference import Reference
+from pdconvert.sources.files import sha256_file
 
 if TYPE_CHECKING:
     from pdconvert.cache import Cache
+    from pdconvert.compile import CompiledBlock, Compiler
     from pdconvert.prepare import Plan
     from pdconvert.runtime.tokenizer import Tokenizer
 
@@ -105,3 +108,44 @@ def allocate_bits(
         replace(plain, bits=dict(chosen.bits)) if item is quantizer else item for item in plan.passes
     )
     return replace(plan, passes=passes, notes=(*plan.notes, note))
+
+
+def learned_layers(
+    compiler: Compiler,
+    blocks: Sequence[CompiledBlock],
+    cache: Cache,
+    track: Callable[[Iterator[int]], Iterator[int]],
+) -> Path:
+    """A folder with the layers' stored tensors after learning, one file each, kept by what they are from."""
+    from passes import QuantizeWeights
+    from pdconvert.learn import learn
+
+    quantizer = next(item for item in compiler.passes if isinstance(item, QuantizeWeights))
+    files = [sha256_file(block.folder / "tensors.safetensors") for block in blocks]
+    inputs = [
+        code_hash(),
+        compiler.source_hashes,
+        files,
+        repr(quantizer),
+        compiler.calibration_ids,
+        compiler.device,
+    ]
+    key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+
+    def write(folder: Path) -> None:
+        embedding, *layers, head = blocks
+        learned = learn(
+            compiler.reference,
+            embedding.tensors()["weight"],
+            [block.tensors() for block in layers],
+            head.tensors(),
+            compiler.calibration_ids,
+            steps=quantizer.learning_steps,
+            rate=quantizer.learning_rate,
+            device=compiler.device,
+            track=track,
+        )
+        for block, tensors in zip(layers, learned, strict=True):
+            save_block(folder / f"{block.name}.safetensors", tensors)
+
+    return cache.get(key) or cache.put(key, write)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -98,11 +98,12 @@ class Reference:
         """cos and sin, each (1, S, D), of positions (S,), as Hugging Face computes them."""
         return self.rotary(torch.zeros(1), positions[None])
 
-    @torch.no_grad()
     def run(
-        self, layer: nn.Module, hidden: Tensor, start: int = 0, cache: Capture | None = None
+        self, layer: Callable[..., Tensor], hidden: Tensor, start: int = 0, cache: Capture | None = None
     ) -> tuple[Tensor, Capture]:
         """Run a layer causally on (B, S, H) at positions start, start + 1, …
+
+        No weight of a reference needs a gradient; where `hidden` or a functional layer does, it flows through.
 
         Returns:
             The new hidden states and the cache with all keys (rotated) and values.
@@ -133,7 +134,6 @@ class Reference:
             tensors["lm_head.bias"] = self.source.read("lm_head.bias")
         return tensors
 
-    @torch.no_grad()
     def logits(self, hidden: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Final norm and head on (…, H): (…, V), divided where the family divides them."""
         norm = reference_class(self.family.NORM)(self.spec.hidden_size, self.spec.norm_eps)
