@@ -231,9 +231,10 @@ class Compiler:
             reference.keep(index, original)
         hidden, cache = reference.run(original, streams.reference)
         windows = reference.run(original, streams.windows)[0] if len(streams.windows) else streams.windows
-        probe = self._probe(streams.reference)
+        probe = self._probe(streams.reference, index)
+        attention_factor = spec.rope_of(spec.layers[index]).attention_factor
         unturn = self.raw_keys and spec.layers[index].rotary
-        keys = unrotate(cache.keys, probe, spec.rope.attention_factor) if unturn else cache.keys
+        keys = unrotate(cache.keys, probe, attention_factor) if unturn else cache.keys
         expected = {"hidden": hidden, "k": keys, "v": cache.values}
 
         block = plain_layer(spec, index, tensors, self.raw_keys)
@@ -247,9 +248,7 @@ class Compiler:
             index, {name: values[name].view(tensor.shape) for name, tensor in tensors.items()}
         )
         stored_hidden, stored_cache = reference.run(shipped, streams.stored)
-        stored_keys = (
-            unrotate(stored_cache.keys, probe, spec.rope.attention_factor) if unturn else stored_cache.keys
-        )
+        stored_keys = unrotate(stored_cache.keys, probe, attention_factor) if unturn else stored_cache.keys
         save_block(folder / "tensors.safetensors", stored)
         _save_flow(folder, Streams(hidden, stored_hidden, windows))
         caches = {
@@ -266,7 +265,7 @@ class Compiler:
     def _head(self, folder: Path, index: int, streams: Streams | None) -> None:
         assert streams is not None
         tensors = self.reference.head_tensors()
-        probe = self._probe(streams.reference)
+        probe = self._probe(streams.reference, index - 1)
         expected = {"logits": self.reference.logits(streams.reference, tensors)}
         block = plain_head(self.reference.spec, tensors)
         outputs, first = check_family(block, probe, expected)
@@ -276,16 +275,16 @@ class Compiler:
         _save_flow(folder, streams)
         _save_steps(folder, [first, *steps, *more])
 
-    def _probe(self, hidden: Tensor) -> Probe:
+    def _probe(self, hidden: Tensor, index: int) -> Probe:
         positions = torch.arange(hidden.shape[1])
-        cos, sin = self.reference.rope(positions)
+        cos, sin = self.reference.rope(positions, index)
         return Probe(hidden, positions, cos[0], sin[0])
 
 
 def plain_layer(spec: ModelSpec, index: int, tensors: Mapping[str, Tensor] | None, raw_keys: bool) -> Block:
     """Layer `index` in its plain form, holding `tensors`, or weightless."""
     with torch.device("meta"):
-        module = DecoderLayer(spec.layers[index], spec.rope)
+        module = DecoderLayer(spec.layers[index], spec.rope_of(spec.layers[index]))
     block = _block(f"layers.{index}", module, tensors, spec.layers[index], Layout())
     return block.with_layout(module, raw_keys=raw_keys)
 

@@ -20,6 +20,7 @@ from pdconvert.emit.mlx import DecodeFolder
 from pdconvert.inspect_package import weight_sharing
 from pdconvert.ledger import Ledger
 from pdconvert.lowering.contract import FunctionShape, Part, input_ports, output_ports, state_ports
+from pdconvert.model import ModelSpec, Rope
 from pdconvert.prepare import Plan, Texts
 from pdconvert.process import list_files
 from pdconvert.split import WHOLE, part_path
@@ -123,12 +124,7 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             "unquantized": list(emitted.decode.unquantized),
             "size_bytes": emitted.decode.size_bytes,
         },
-        "rope": {
-            "dims": spec.rope.dims,
-            "inv_freq": list(spec.rope.inv_freq),
-            "attention_factor": spec.rope.attention_factor,
-            "unrotated_layers": list(spec.unrotated_layers),
-        },
+        "rope": _rope(spec),
         "embedding": {"scale": plan.embedding_scale},
         "kv": {
             "rope": prefill.kv.rope,
@@ -138,6 +134,9 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             "head_dim": spec.head_dim,
             "dtype": "fp16",
             "layout": "1, layer*kv_head, head_dim, token",
+            **(
+                {"window": {"tokens": spec.window, "layers": list(spec.window_layers)}} if spec.window else {}
+            ),
         },
         "quantization": {
             "quantized": plan.quantized,
@@ -155,6 +154,22 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
         "tools": {**{name: metadata.version(name) for name in TOOLS}, "python": platform.python_version()},
         "cost": {"seconds": round(cost.seconds, 1), "peak_bytes": cost.peak_bytes},
         "files": [name for name in list_files(folder) if not name.startswith(".")],
+    }
+
+
+def _rope(spec: ModelSpec) -> dict[str, Any]:
+    """The RoPE of all layers but those that are listed under `unrotated_layers` and `local`."""
+    main = {**_frequencies(spec.rope), "unrotated_layers": list(spec.unrotated_layers)}
+    if spec.local_rope is None or not spec.local_layers:
+        return main
+    return {**main, "local": {**_frequencies(spec.local_rope), "layers": list(spec.local_layers)}}
+
+
+def _frequencies(rope: Rope) -> dict[str, Any]:
+    return {
+        "dims": rope.dims,
+        "inv_freq": list(rope.inv_freq),
+        "attention_factor": rope.attention_factor,
     }
 
 

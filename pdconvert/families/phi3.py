@@ -6,6 +6,7 @@ from typing import Any
 
 from pdconvert.errors import InputError
 from pdconvert.families import _decoder as decoder
+from pdconvert.families import _windows as windows
 from pdconvert.families.config import read_rope, refuse_unknown, rope_parameters
 from pdconvert.model import ModelSpec
 
@@ -72,7 +73,6 @@ def read_config(config: dict[str, Any]) -> ModelSpec:
     refuse_unknown(config, KNOWN, "phi3")
     decoder.require(config, FIXED, "phi3")
     geometry = decoder.read_geometry(config, DEFAULTS, "phi3", free_head_dim=False)
-    decoder.refuse_window(config.get("sliding_window"), geometry.max_positions, "phi3")
     refuse_scaling(config)
     rotating = int(geometry.head_dim * rope_parameters(config, partial=True)["partial_rotary_factor"])
     if rotating < 2 or rotating % 2:
@@ -80,7 +80,9 @@ def read_config(config: dict[str, Any]) -> ModelSpec:
             f"config.json: partial_rotary_factor makes {rotating} of {geometry.head_dim} channels rotate; RoPE needs "
             "pairs"
         )
-    layers = (geometry.layer(),) * geometry.layers
+    window = windows.window_size(config, None)
+    held = windows.windows([windows.SLIDING] * geometry.layers, window, geometry.max_positions)
+    layers = tuple(geometry.layer(window=window) for window in held)
     return geometry.model("phi3", layers, read_rope(hf_config(config), ROTARY))
 
 

@@ -171,7 +171,7 @@ def test_what_sets_a_family_apart_is_in_its_spec() -> None:
     assert (granite.embedding_scale, granite.logits_divisor) == (12.0, 8.0)
     assert (granite.layers[0].attention_scale, granite.layers[0].residual_multiplier) == (0.015625, 0.22)
     assert read(PUBLISHED["SmolLM3-3B"]).unrotated_layers == tuple(range(3, 36, 4))
-    assert read(PUBLISHED["OLMo-2-1B"]).layers[0].post_norms
+    assert read(PUBLISHED["OLMo-2-1B"]).layers[0].norms == "behind"
 
 
 def test_published_models_that_need_what_is_missing_are_refused() -> None:

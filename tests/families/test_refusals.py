@@ -14,10 +14,9 @@ from pdconvert import families
 from pdconvert.errors import InputError
 
 LONG = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
-WINDOW = (
-    "masks of windows are missing; set max_position_embeddings to at most 64 to convert it for texts of that "
-    "length"
-)
+SHORTER = "set max_position_embeddings to at most 64 to convert it for texts of that length"
+NO_WINDOWS = f"has no windows, so decode would differ; {SHORTER}"
+EVERY_LAYER = f"mlx-lm's llama, which decodes it, cannot have a window in every layer; {SHORTER}"
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "free head_dim of qwen2": (
@@ -41,7 +40,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "window layers of qwen2": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-        f"sliding_window 64 from layer 1 on is not supported for qwen2: {WINDOW}",
+        f"sliding_window 64 is not supported for qwen2: mlx-lm's qwen2 {NO_WINDOWS}",
     ),
     "layer types of qwen3": (
         "qwen3",
@@ -50,7 +49,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "sliding_window": 64,
             "layer_types": ["full_attention", "sliding_attention"],
         },
-        f"sliding_window 64 of layers of type sliding_attention is not supported for qwen3: {WINDOW}",
+        f"sliding_window 64 is not supported for qwen3: mlx-lm's qwen3 {NO_WINDOWS}",
     ),
     "layer types against the flag": (
         "qwen3",
@@ -62,25 +61,99 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"layer_types": ["full_attention"]},
         "layer_types must name full_attention or sliding_attention for each of the 2 layers, not ['full_attention']",
     ),
-    "layers without RoPE and a window": (
+    "layer types of another kind": (
+        "ministral",
+        {"layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+        "layer_types must name full_attention or sliding_attention for each of the 3 layers, not ['full_attention', "
+        "'chunked_attention', 'full_attention']",
+    ),
+    "windows in every layer of smollm3": (
         "smollm3",
-        {"use_sliding_window": True, "sliding_window": 64},
-        f"sliding_window 64 of layers of type sliding_attention is not supported for smollm3: {WINDOW}",
+        {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3},
+        f"sliding_window 64 is not supported for smollm3: {EVERY_LAYER}",
     ),
     "window of mistral": (
         "mistral",
         {"sliding_window": 64},
-        f"sliding_window 64 is not supported for mistral: {WINDOW}",
+        f"sliding_window 64 is not supported for mistral: {EVERY_LAYER}",
     ),
     "window of phi3": (
         "phi3",
         {"sliding_window": 64},
-        f"sliding_window 64 is not supported for phi3: {WINDOW}",
+        f"sliding_window 64 is not supported for phi3: mlx-lm's phi3 {NO_WINDOWS}",
     ),
     "window a flag": (
         "mistral",
         {"sliding_window": True},
         "sliding_window must be a positive integer or null, not True",
+    ),
+    "window of gemma2": (
+        "gemma2",
+        {"sliding_window": 64},
+        f"sliding_window 64 is not supported for gemma2: mlx-lm's gemma2 {NO_WINDOWS}",
+    ),
+    "no window of gemma3": (
+        "gemma3_text",
+        {"sliding_window": None},
+        "sliding_window must be a positive integer, not None",
+    ),
+    "no layer without a window": (
+        "gemma3_text",
+        {"layer_types": None, "sliding_window_pattern": 6},
+        "layers [] of type full_attention are not supported: mlx-lm's gemma3_text wants every n-th layer to be one, "
+        "and at least one of them",
+    ),
+    "layers without a window in no order": (
+        "gemma3_text",
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "layers [0, 2] of type full_attention are not supported: mlx-lm's gemma3_text wants every n-th layer to be "
+        "one, and at least one of them",
+    ),
+    "a scaled RoPE in window layers": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+            }
+        },
+        "rope type 'linear' in window layers is not supported: mlx-lm's gemma3_text scales the RoPE of the other "
+        "layers only",
+    ),
+    "capped logits of gemma3": (
+        "gemma3_text",
+        {"final_logit_softcapping": 30.0},
+        "final_logit_softcapping=30.0 is not supported by the gemma3_text family",
+    ),
+    "attention to both sides": (
+        "gemma3_text",
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention=True is not supported by the gemma3_text family",
+    ),
+    "biases of gemma3": (
+        "gemma3_text",
+        {"attention_bias": True},
+        "attention_bias=true is not supported: mlx-lm's gemma3_text has no biases, so decode would fail",
+    ),
+    "scores without a cap": (
+        "gemma2",
+        {"attn_logit_softcapping": None},
+        "attn_logit_softcapping null is not supported: mlx-lm's gemma2 always caps",
+    ),
+    "a head of its own": (
+        "gemma2",
+        {"tie_word_embeddings": False},
+        "tie_word_embeddings false is not supported: mlx-lm's gemma2 has no head of its own",
+    ),
+    "scaled RoPE of gemma2": (
+        "gemma2",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope type 'linear' is not supported for gemma2: mlx-lm's gemma2 reads rope_theta only, so decode would differ",
+    ),
+    "another activation of gemma2": (
+        "gemma2",
+        {"hidden_activation": "silu"},
+        "hidden_activation 'silu' is not supported: mlx-lm's gemma2 computes gelu_pytorch_tanh only",
     ),
     "biases of qwen3": (
         "qwen3",
@@ -169,9 +242,13 @@ def test_a_window_that_hugging_face_assumes_is_refused_too() -> None:
     family = families.get({"model_type": "mistral"})
     config = {key: value for key, value in family.TINY.items() if key != "sliding_window"}
     assert family.read_config(config) == family.read_config(family.TINY)
+    longer = {**config, "max_position_embeddings": 8192}
     with pytest.raises(InputError) as error:
-        family.read_config({**config, "max_position_embeddings": 8192})
-    assert "sliding_window 4096 (Hugging Face's default where the key is absent) is not" in str(error.value)
+        family.decode_config(longer, family.read_config(longer))
+    assert (
+        "sliding_window 4096 is not supported for mistral: it is Hugging Face's value where the key is"
+        in str(error.value)
+    )
 
 
 HARMLESS = {
@@ -193,6 +270,21 @@ HARMLESS = {
         {
             "partial_rotary_factor": None,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "gemma3's layers by their pattern": (
+        "gemma3_text",
+        {"layer_types": None, "sliding_window_pattern": 2},
+    ),
+    "gemma3's RoPE in the new form": (
+        "gemma3_text",
+        {
+            "rope_theta": None,
+            "rope_local_base_freq": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 20000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
         },
     ),
     "more entries than layers": ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 0]}),
