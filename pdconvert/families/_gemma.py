@@ -10,7 +10,7 @@ import numpy as np
 from pdconvert.errors import InputError
 from pdconvert.families import _decoder as decoder
 from pdconvert.families import _windows as windows
-from pdconvert.families.config import flag
+from pdconvert.families.config import flag, positive_int
 from pdconvert.model import LayerSpec, ModelSpec
 
 NORMS = (
@@ -41,7 +41,7 @@ KNOWN = decoder.ROPE | {
 WINDOW = 4096
 """Hugging Face's window where the config does not speak of one."""
 
-QUERY_SCALAR = 256.0
+QUERY_SCALAR = 256
 """Hugging Face's query_pre_attn_scalar where the config has none."""
 
 
@@ -69,9 +69,9 @@ def window_size(config: dict[str, Any]) -> int:
     return window
 
 
-def query_scalar(config: dict[str, Any]) -> float:
-    """What stands under the root of the attention scale."""
-    return decoder.number(config, "query_pre_attn_scalar", QUERY_SCALAR)
+def query_scalar(config: dict[str, Any]) -> int:
+    """What stands under the root of the attention scale; transformers takes whole numbers only."""
+    return positive_int(config, "query_pre_attn_scalar", QUERY_SCALAR)
 
 
 def layer(

@@ -103,6 +103,7 @@ class Manifest:
         hidden_size, vocab_size: geometry of the embedding.
         made_by: module path of a layer → the pass that made it, or "family"; empty for an older build.
         window: tokens that a token sees in layers with a window, itself included; None without such layers.
+        max_positions: tokens that the model's positions are made for; None in an older build.
     """
 
     build: Path
@@ -120,6 +121,7 @@ class Manifest:
     vocab_size: int
     made_by: Mapping[str, str]
     window: int | None = None
+    max_positions: int | None = None
 
     @property
     def decode(self) -> Path:
@@ -185,6 +187,7 @@ def read_manifest(build: Path) -> Manifest:
         vocab_size=fields.integer("vocab_size"),
         made_by=dict(fields.values.get("made_by", {}).get("layers", {})),
         window=kv.object("window").integer("tokens") if "window" in kv.values else None,
+        max_positions=fields.integer("max_positions") if "max_positions" in fields.values else None,
     )
 
 

@@ -27,19 +27,45 @@ class Architecture:
         interleaved: whether llama.cpp stores the rows of q and k with RoPE pairs side by side, which
             reading has to undo.
         bias_flags: whether the config has `attention_bias` and `mlp_bias`.
+        activation: its key in the config, and its value.
+        norms: Hugging Face's names of a layer's norms on the residual stream.
+        stored_gains: whether llama.cpp adds 1 to norm weights, which Hugging Face's model does itself.
+        keys: metadata keys that only this architecture has.
     """
 
     model_type: str
     class_name: str
     interleaved: bool
     bias_flags: bool
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    stored_gains: bool = False
+    keys: frozenset[str] = frozenset()
 
 
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", interleaved=True, bias_flags=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", interleaved=False, bias_flags=False),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", interleaved=False, bias_flags=False),
+    "gemma3": Architecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        interleaved=False,
+        bias_flags=False,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        norms=(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        stored_gains=True,
+        keys=frozenset({"attention.sliding_window", "rope.freq_base_swa"}),
+    ),
 }
+
+_GEMMA3_27B_LAYERS = 62
+"""The one Gemma 3 whose scores are scaled by hidden_size / heads and not by head_dim; GGUF does not say so."""
 
 _PLAIN_KEYS = {
     "embedding_length": "hidden_size",
@@ -98,7 +124,7 @@ def build_config(
         for key, value in metadata.items()
         if key.startswith(f"{prefix}.")
     }
-    _check_known(label, prefix, own)
+    _check_known(label, prefix, own, architecture.keys)
     own.setdefault("attention.head_count_kv", own.get("attention.head_count"))
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
@@ -119,15 +145,30 @@ def build_config(
     scaling = _rope_scaling(label, prefix, own, rope_divisors, config)
     if scaling:
         config["rope_scaling"] = scaling
-    config["hidden_act"] = "silu"
+    config[architecture.activation[0]] = architecture.activation[1]
     config["tie_word_embeddings"] = "output.weight" not in tensors
     if architecture.bias_flags:
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
+    if prefix == "gemma3":
+        config |= _gemma3_keys(label, own, config)
     for key, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
         if (value := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             config[f"{name}_token_id"] = value
     return config
+
+
+def _gemma3_keys(label: str, own: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Windows and scales; what GGUF leaves out is what every Gemma 3 has."""
+    large = config["num_hidden_layers"] == _GEMMA3_27B_LAYERS
+    width = config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
+    window = own.get("attention.sliding_window")
+    return {
+        "sliding_window": _number(label, "gemma3.attention.sliding_window", window),
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": _shortest(own.get("rope.freq_base_swa", 10000.0)),
+        "query_pre_attn_scalar": width,
+    }
 
 
 def build_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,10 +182,10 @@ def build_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _check_known(label: str, prefix: str, own: Mapping[str, Any]) -> None:
+def _check_known(label: str, prefix: str, own: Mapping[str, Any], more: frozenset[str]) -> None:
     for key, value in own.items():
         scaling = key.removeprefix("rope.scaling.") if key.startswith("rope.scaling.") else None
-        known = key in _PLAIN_KEYS or key in _OTHER_KEYS or scaling in _SCALING_KEYS
+        known = key in _PLAIN_KEYS or key in _OTHER_KEYS | more or scaling in _SCALING_KEYS
         if not known and value not in (0, False):
             shown = f"{value!r}" if not isinstance(value, list) else f"{len(value)} values"
             raise InputError(

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from pdconvert.errors import InputError
-from pdconvert.sources.files import check_content
+from pdconvert.sources.pieces import Pieces
 
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -62,7 +61,7 @@ class _Cursor:
         size: of the file, bytes.
     """
 
-    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
+    def __init__(self, file: BinaryIO, path: Pieces, size: int) -> None:
         self._file = file
         self._path = path
         self._size = size
@@ -106,16 +105,16 @@ class _Cursor:
         return [self.value(element) for _ in range(count)]
 
 
-def read_header(path: Path) -> GgufHeader:
+def read_header(path: Pieces) -> GgufHeader:
     """Read the header of a GGUF file and check it against the file's size.
 
     Raises:
         InputError: the file is missing, empty, not GGUF, of another version or byte order, truncated,
             one part of several, or holds a type that the `gguf` package does not know.
     """
-    check_content(path)
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    path.check()
+    size = path.size
+    with path.open() as file:
         cursor = _Cursor(file, path, size)
         if size < 24 or cursor.take(4) != b"GGUF":
             raise InputError(f"{path}: not a GGUF file (it does not start with GGUF)")
@@ -142,7 +141,7 @@ def read_header(path: Path) -> GgufHeader:
     return GgufHeader(metadata, tensors)
 
 
-def _read_entry(cursor: _Cursor, path: Path) -> tuple[str, tuple[int, ...], int, int]:
+def _read_entry(cursor: _Cursor, path: Pieces) -> tuple[str, tuple[int, ...], int, int]:
     """(name, shape in the order of torch, type number, offset in the data)."""
     name = cursor.string()
     dimensions = cursor.number("I")
@@ -152,7 +151,7 @@ def _read_entry(cursor: _Cursor, path: Path) -> tuple[str, tuple[int, ...], int,
     return name, shape, cursor.number("I"), cursor.number("Q")
 
 
-def _placed(path: Path, size: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
+def _placed(path: Pieces, size: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
     """A tensor entry with its type's name and row size."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 

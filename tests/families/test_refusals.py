@@ -14,6 +14,7 @@ from pdconvert import families
 from pdconvert.errors import InputError
 
 LONG = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+"""What phi3's tiny config holds: 12 of 16 channels rotate."""
 SHORTER = "set max_position_embeddings to at most 64 to convert it for texts of that length"
 NO_WINDOWS = f"has no windows, so decode would differ; {SHORTER}"
 EVERY_LAYER = f"mlx-lm's llama, which decodes it, cannot have a window in every layer; {SHORTER}"
@@ -161,16 +162,36 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "attention_bias=true is not supported: mlx-lm's qwen3 has no biases, so decode would fail",
     ),
     "mrope of qwen2": ("qwen2", {"use_mrope": True}, "use_mrope=True is not supported by the qwen2 family"),
-    "longrope": (
+    "longrope with a factor of its own": (
         "phi3",
+        {"rope_scaling": {**LONG, "attention_factor": 1.2}},
+        "rope attention_factor=1.2 is not supported for phi3: mlx-lm computes it from max_position_embeddings, so "
+        "decode would differ",
+    ),
+    "longrope without a set": (
+        "phi3",
+        {"rope_scaling": {"type": "su", "long_factor": [4.0] * 6}},
+        "rope type 'su' needs a list of positive numbers short_factor",
+    ),
+    "longrope with a set too small": (
+        "phi3",
+        {"rope_scaling": {**LONG, "long_factor": [4.0] * 8}},
+        "rope long_factor has 8 numbers, and 6 pairs of channels rotate",
+    ),
+    "longrope with a key that nobody reads": (
+        "phi3",
+        {"rope_scaling": {**LONG, "beta_fast": 32}},
+        "rope type 'default' has no parameter beta_fast; remove it",
+    ),
+    "longrope elsewhere": (
+        "llama",
         {"rope_scaling": LONG},
-        "rope type 'longrope' is not supported for phi3: Hugging Face computes short prompts with short_factor, "
-        "mlx-lm every prompt with long_factor, so prefill and decode would differ",
+        "rope type 'longrope' is not supported; supported: default, linear, llama3, yarn",
     ),
     "linear RoPE of phi3": (
         "phi3",
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope type 'linear' is not supported for phi3; supported: default",
+        "rope type 'linear' is not supported for phi3; supported: default, longrope",
     ),
     "half a pair": (
         "phi3",
