@@ -85,6 +85,10 @@ class CompiledBlock:
         """K and V of the probe, (kv_heads, T, D): `reference.k`, `reference.v`, `stored.k`, `stored.v`."""
         return load_file(self.folder / "caches.safetensors")
 
+    def underflows(self) -> dict[str, int]:
+        """Values of the checkpoint that are not zero and became zero in fp16, by tensor."""
+        return json.loads((self.folder / "underflows.json").read_text())
+
     def steps(self) -> list[Step]:
         """The block's lines of the ledger."""
         return [step_from_json(line) for line in json.loads((self.folder / "steps.json").read_text())]
@@ -210,6 +214,7 @@ class Compiler:
         weight = reference.source.read("model.embed_tokens.weight")
         stored = store_matrix(weight, self.embedding_bits, self.embedding_group, "model.embed_tokens.weight")
         save_block(folder / "tensors.safetensors", {"weight": stored})
+        _save_underflows(folder, {"weight": weight}, {"weight": stored})
         values = dequantized(stored)
         scale, size = reference.spec.embedding_scale, reference.spec.hidden_size
         probe = torch.tensor(self.probe_ids)
@@ -250,6 +255,7 @@ class Compiler:
         stored_hidden, stored_cache = reference.run(shipped, streams.stored)
         stored_keys = unrotate(stored_cache.keys, probe, attention_factor) if unturn else stored_cache.keys
         save_block(folder / "tensors.safetensors", stored)
+        _save_underflows(folder, tensors, stored)
         _save_flow(folder, Streams(hidden, stored_hidden, windows))
         caches = {
             "reference.k": keys,
@@ -270,7 +276,9 @@ class Compiler:
         block = plain_head(self.reference.spec, tensors)
         outputs, first = check_family(block, probe, expected)
         block, outputs, steps = run_passes(block, self.head_passes, probe, expected, outputs)
-        save_block(folder / "tensors.safetensors", stored_tensors(block))
+        stored = stored_tensors(block)
+        save_block(folder / "tensors.safetensors", stored)
+        _save_underflows(folder, tensors, stored)
         _, _, more = run_passes(block, self.graph_passes["head"], probe, expected, outputs)
         _save_flow(folder, streams)
         _save_steps(folder, [first, *steps, *more])
@@ -375,6 +383,17 @@ def step_from_json(line: Mapping[str, Any]) -> Step:
 def _save_flow(folder: Path, streams: Streams) -> None:
     values = {"reference": streams.reference, "stored": streams.stored, "windows": streams.windows}
     save_file({name: value.contiguous() for name, value in values.items()}, folder / "streams.safetensors")
+
+
+def _save_underflows(folder: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
+    """Count what fp16 lost; weights on a grid have their SQNR instead."""
+    counts = {}
+    for name, value in stored.items():
+        if isinstance(value, Tensor) and name in tensors:
+            lost = (tensors[name].view(value.shape) != 0) & (value == 0)
+            counts[name] = int(lost.sum())
+    content = {name: count for name, count in counts.items() if count}
+    (folder / "underflows.json").write_text(json.dumps(content))
 
 
 def _save_steps(folder: Path, steps: Sequence[Step]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -98,6 +99,7 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             "license": plan.source.license,
             "model_type": spec.model_type,
             "random": plan.source.random,
+            "dtypes": dict(sorted(Counter(info.dtype for info in plan.source.tensors().values()).items())),
             "notes": list(plan.notes),
         },
         "recipe": plan.recipe.resolved(),
@@ -143,6 +145,11 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             "bits_per_weight": bits_per_weight(emitted.blocks),
             "decode_bits_per_weight": bits_per_weight(emitted.decode_blocks),
             "calibration": emitted.calibration,
+            "underflows": {
+                f"{block.name}.{name}": count
+                for block in emitted.blocks
+                for name, count in block.underflows().items()
+            },
         },
         "made_by": emitted.made_by,
         "eos_token_ids": list(emitted.eos_token_ids),

@@ -115,8 +115,9 @@ def read_geometry(
         )
     own_dim = config.get("head_dim") or defaults.get("head_dim")
     if hidden % heads and (even_width or own_dim is None or not free_head_dim):
+        despite = f", which is refused despite head_dim {own_dim}" if config.get("head_dim") else ""
         raise InputError(
-            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}{despite}"
         )
     head_dim = positive_int(config, "head_dim", defaults.get("head_dim", hidden // heads))
     if head_dim % 2:

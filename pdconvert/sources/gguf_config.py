@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdconvert.errors import InputError
+from pdconvert.families import EXPERTS, UNSUPPORTED
 from pdconvert.sources.gguf_header import GgufTensor
 
 
@@ -64,6 +65,40 @@ ARCHITECTURES = {
     ),
 }
 
+REFUSED = {
+    "bert": "bert",
+    "dbrx": "dbrx",
+    "deepseek2": "deepseek_v2",
+    "ernie4_5-moe": "ernie4_5_moe",
+    "falcon-h1": "falcon_h1",
+    "gemma3n": "gemma3n",
+    "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
+    "granitehybrid": "granitemoehybrid",
+    "granitemoe": "granitemoe",
+    "hunyuan-moe": "hunyuan_v1_moe",
+    "jamba": "jamba",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
+    "llama4": "llama4",
+    "mamba": "mamba",
+    "mamba2": "mamba2",
+    "modern-bert": "modernbert",
+    "nemotron_h": "nemotron_h",
+    "olmoe": "olmoe",
+    "phimoe": "phimoe",
+    "qwen2moe": "qwen2_moe",
+    "qwen2vl": "qwen2_vl",
+    "qwen3moe": "qwen3_moe",
+    "qwen3next": "qwen3_next",
+    "qwen3vl": "qwen3_vl",
+    "qwen3vlmoe": "qwen3_vl_moe",
+    "rwkv6": "rwkv",
+    "rwkv7": "rwkv",
+    "t5": "t5",
+}
+"""Architectures that are refused in every form, by the model type that `families` has a reason for."""
+
 _GEMMA3_27B_LAYERS = 62
 """The one Gemma 3 whose scores are scaled by hidden_size / heads and not by head_dim; GGUF does not say so."""
 
@@ -93,12 +128,26 @@ def architecture_of(label: str, metadata: Mapping[str, Any]) -> tuple[str, Archi
         InputError: there is none, or it is not supported.
     """
     name = str(metadata.get("general.architecture"))
+    refuse_architecture(label, metadata)
     if name not in ARCHITECTURES:
         raise InputError(
             f"{label}: general.architecture {name!r} is not supported as GGUF ({', '.join(ARCHITECTURES)}); "
             "take the Hugging Face form of the model"
         )
     return name, ARCHITECTURES[name]
+
+
+def refuse_architecture(label: str, metadata: Mapping[str, Any]) -> None:
+    """Raise InputError for an architecture that is refused in every form.
+
+    Args:
+        metadata: of the file, at least what `read_architecture` gives.
+    """
+    name = str(metadata.get("general.architecture"))
+    experts = metadata.get(f"{name}.expert_count")
+    reason = EXPERTS if experts else UNSUPPORTED.get(REFUSED.get(name, ""))
+    if reason is not None:
+        raise InputError(f"{label}: general.architecture {name!r} is not supported: it is {reason}")
 
 
 def build_config(
