@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -254,12 +255,16 @@ def _decode_scaling(spec: ModelSpec, rope: Mapping[str, Any]) -> dict[str, Any] 
     kind = rope["rope_type"]
     if kind == "default":
         return None
+    by_factor = 1 + 0.1 * math.log(rope["factor"]) if rope.get("factor", 0) > 1 else 1.0
     for key in ("attention_factor", "truncate", "mscale", "mscale_all_dim"):
-        if rope.get(key) is not None:
+        stated = rope.get(key)
+        if key == "attention_factor" and stated is not None and math.isclose(stated, by_factor, rel_tol=1e-6):
+            continue  # what both compute from the factor
+        if stated is not None:
             raise InputError(
                 f"config.json: rope {key}={rope[key]!r} is not read by mlx-lm's {spec.model_type}; decode would differ"
             )
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "attention_factor")}
     if kind == "yarn":
         scaling.setdefault("original_max_position_embeddings", spec.max_positions)
     return scaling

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdconvert.errors import InputError
-from pdconvert.families.config import flag
+from pdconvert.families.config import flag, rope_parameters
 from pdconvert.model import ModelSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -83,6 +83,30 @@ def windows(types: Sequence[str], window: int | None, max_positions: int) -> tup
     """The window of each layer; None also where it is not shorter than the context and so hides no token."""
     hides = window is not None and window < max_positions
     return tuple(window if kind == SLIDING and hides else None for kind in types)
+
+
+def ropes(config: dict[str, Any], family: str, theta: float, local_theta: float) -> dict[str, dict[str, Any]]:
+    """The RoPE settings of layers without and with a window, by their type.
+
+    Args:
+        theta, local_theta: bases where the config gives none. The old form has the settings of layers without a
+            window at its top; the new form has an object for each type.
+
+    Raises:
+        InputError: they are malformed, or the windows' RoPE is scaled, which mlx-lm cannot hold.
+    """
+    given = config.get("rope_parameters")
+    if isinstance(given, dict) and given and given.keys() <= {FULL, SLIDING}:
+        parts = [{"rope_parameters": given.get(kind)} for kind in (FULL, SLIDING)]
+    else:
+        parts = [dict(config), {}]
+    full, local = rope_parameters(parts[0], theta), rope_parameters(parts[1], local_theta)
+    if local["rope_type"] != "default":
+        raise InputError(
+            f"config.json: rope type {local['rope_type']!r} in window layers is not supported: mlx-lm's {family} "
+            "scales the RoPE of the other layers only"
+        )
+    return {FULL: full, SLIDING: local}
 
 
 def config_keys(spec: ModelSpec) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pdconvert.errors import InputError
 from pdconvert.families import _decoder as decoder
 from pdconvert.families import _gemma as gemma
 from pdconvert.families import _windows as windows
-from pdconvert.families.config import positive_int, read_rope, refuse_unknown, rope_parameters
+from pdconvert.families.config import positive_int, read_rope, refuse_unknown
 from pdconvert.model import ModelSpec
 
 LAYER = "transformers.models.gemma3.modeling_gemma3:Gemma3DecoderLayer"
@@ -67,24 +67,9 @@ TINY = {
 
 
 def ropes(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The RoPE settings of both kinds of layers, from the nested form or from the two bases.
-
-    Raises:
-        InputError: they are malformed, or the windows' RoPE is scaled, which mlx-lm cannot hold.
-    """
-    given = config.get("rope_parameters")
-    if isinstance(given, dict) and given and given.keys() <= {windows.FULL, windows.SLIDING}:
-        parts = [{"rope_parameters": given.get(kind)} for kind in (windows.FULL, windows.SLIDING)]
-    else:
-        parts = [dict(config), {"rope_theta": config.get("rope_local_base_freq")}]
-    full = rope_parameters(parts[0], GLOBAL_THETA)
-    local = rope_parameters(parts[1], LOCAL_THETA)
-    if local["rope_type"] != "default":
-        raise InputError(
-            f"config.json: rope type {local['rope_type']!r} in window layers is not supported: mlx-lm's gemma3_text "
-            "scales the RoPE of the other layers only"
-        )
-    return {windows.FULL: full, windows.SLIDING: local}
+    """The RoPE settings of both kinds of layers."""
+    local = decoder.number(config, "rope_local_base_freq", LOCAL_THETA)
+    return windows.ropes(config, "gemma3_text", GLOBAL_THETA, local)
 
 
 def types_of(config: dict[str, Any], layers: int) -> tuple[str, ...]:

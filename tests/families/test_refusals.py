@@ -156,6 +156,22 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"hidden_activation": "silu"},
         "hidden_activation 'silu' is not supported: mlx-lm's gemma2 computes gelu_pytorch_tanh only",
     ),
+    "two bases of olmo3": (
+        "olmo3",
+        {"rope_theta": 10000},
+        "rope_theta 10000 is not supported for olmo3: Hugging Face takes 500000 in window layers, mlx-lm one for all, "
+        "so prefill and decode would differ",
+    ),
+    "one kind of layers": (
+        "olmo3",
+        {"layer_types": ["sliding_attention"] * 3},
+        "layer_types with sliding_attention alone is not supported: mlx-lm's olmo3 needs both kinds",
+    ),
+    "no window of olmo3": (
+        "olmo3",
+        {"sliding_window": None},
+        "sliding_window must be a positive integer, not None",
+    ),
     "biases of qwen3": (
         "qwen3",
         {"attention_bias": True},
@@ -306,6 +322,12 @@ HARMLESS = {
                 "full_attention": {"rope_type": "default", "rope_theta": 20000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
             },
+        },
+    ),
+    "yarn's own factor where it is what the other gives": (
+        "olmo3",
+        {
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
         },
     ),
     "more entries than layers": ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 0]}),
