@@ -162,6 +162,28 @@ def test_a_hand_off_file_holds_all_tokens_and_names_the_window(pair, tmp_path):
     assert len({cache_seed(item, "mil", "fp32", "all") for item in (pair.manifest, changed)}) == 2
 
 
+def test_parts_take_the_masks_and_tables_of_their_own_layers(tmp_path, monkeypatch):
+    monkeypatch.setenv("PDCONVERT_CACHE", str(tmp_path / "cache"))
+    data = load_recipe("tiny").resolved()
+    data["source"] = {"random": {"seed": 1, "config": gemma3_text.TINY}}
+    found = []
+    for parts in (None, {"parts": 3}):
+        data["prefill"] |= {"functions": [{"tokens": 16}, {"tokens": 16, "past": 64}]}
+        if parts:
+            data["prefill"]["split_model"] = parts
+        recipe = recipe_from_data(data, where="test", folder=tmp_path)
+        folder = tmp_path / f"parts-{bool(parts)}"
+        assert build(recipe, folder).verdict == "pass"
+        manifest = read_manifest(folder)
+        found.append(open_prefill(manifest, "mil", "fp32").run(token_ids(50)))
+    assert_same_bits(*found)
+    taken = [
+        set(part.inputs) - {"hidden", "past_k", "past_v"} for part in manifest.parts_of("extend_16_ctx64")
+    ]
+    local = {"rope_cos_local", "rope_sin_local", "mask_window"}
+    assert taken == [local, {"rope_cos", "rope_sin", "mask"}, local]
+
+
 def test_the_mask_of_a_window():
     for past, capacity, new, tokens, window in itertools.product((0, 3, 6), (6, 8), (2, 4), (4,), (1, 3, 20)):
         mask = causal_mask(past, capacity, new, tokens, window=window)[0, 0]
