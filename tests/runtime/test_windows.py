@@ -162,6 +162,22 @@ def test_a_hand_off_file_holds_all_tokens_and_names_the_window(pair, tmp_path):
     assert len({cache_seed(item, "mil", "fp32", "all") for item in (pair.manifest, changed)}) == 2
 
 
+def test_keys_and_values_in_states_see_the_same_windows(tmp_path, monkeypatch):
+    monkeypatch.setenv("PDCONVERT_CACHE", str(tmp_path / "cache"))
+    data = load_recipe("tiny").resolved()
+    data["source"] = {"random": {"seed": 1, "config": gemma3_text.TINY}}
+    functions = [{"tokens": 16}, {"tokens": 16, "past": 48}, {"tokens": 1, "past": 63}]
+    found = []
+    for storage in ("io", "state"):
+        data["prefill"] |= {"functions": functions, "outputs": "logits"}
+        data["prefill"]["kv"] = {"rope": "rotated", "storage": storage}
+        recipe = recipe_from_data(data, where="test", folder=tmp_path)
+        assert build(recipe, tmp_path / storage).verdict == "pass"
+        found.append(open_prefill(read_manifest(tmp_path / storage), "mil", "fp32").run(token_ids(50)))
+    for ours, theirs in zip(*((*kv.keys, *kv.values) for kv in found), strict=True):
+        assert sqnr_db(torch.from_numpy(theirs).float(), torch.from_numpy(ours).float()) > 55
+
+
 def test_parts_take_the_masks_and_tables_of_their_own_layers(tmp_path, monkeypatch):
     monkeypatch.setenv("PDCONVERT_CACHE", str(tmp_path / "cache"))
     data = load_recipe("tiny").resolved()
