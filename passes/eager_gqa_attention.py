@@ -44,7 +44,7 @@ class GroupedAttention(Attention):
         grouped = queries.reshape(spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim, length)
         keys = keys.reshape(spec.kv_heads, 1, spec.head_dim, keys.shape[3])
         values = values.reshape(spec.kv_heads, 1, spec.head_dim, values.shape[3])
-        weights = torch.softmax(keys.transpose(2, 3) @ grouped + mask, 2)
+        weights = torch.softmax(self.capped(keys.transpose(2, 3) @ grouped) + mask, 2)
         return values @ weights
 
 
@@ -57,7 +57,8 @@ class SingleHeadAttention(GroupedAttention):
         outputs = []
         for head in range(self.spec.heads):
             key, value = keys.narrow(1, head // group, 1), values.narrow(1, head // group, 1)
-            weights = torch.softmax(key.transpose(2, 3) @ queries.narrow(1, head, 1) + mask, 2)
+            scores = self.capped(key.transpose(2, 3) @ queries.narrow(1, head, 1))
+            weights = torch.softmax(scores + mask, 2)
             outputs.append(value @ weights)
         return torch.cat(outputs, 1)
 

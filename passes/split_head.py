@@ -24,7 +24,8 @@ class PartedHead(Head):
 
     def __init__(self, head: Head, parts: tuple[tuple[int, int], ...]):
         nn.Module.__init__(self)
-        self.norm, self.lm_head, self.divisor = head.norm, head.lm_head, head.divisor
+        self.norm, self.lm_head = head.norm, head.lm_head
+        self.divisor, self.cap = head.divisor, head.cap
         self.parts = parts
         self.vocabulary_axis = 1 if head.lm_head.weight.dim() == 4 else -1
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdconvert.model import LayerSpec, ModelSpec, Rope
+from pdconvert.model import LayerSpec, ModelSpec, Norms, Rope
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
@@ -170,6 +170,10 @@ class Attention(nn.Module):
         """Heads after RoPE; as they are in a layer without."""
         return rotate(x, *self.rope(rope), axis=self.dim_axis) if self.spec.rotary else x
 
+    def capped(self, scores: Tensor) -> Tensor:
+        """Scores below the cap, where the family has one."""
+        return softcap(scores, self.spec.score_cap)
+
     def merge(self, x: Tensor) -> Tensor:
         """(B, heads, S, D) as input for the output projection."""
         channels = self.spec.heads * self.spec.head_dim
@@ -196,9 +200,14 @@ class Attention(nn.Module):
         values = new_values if past is None else torch.cat((past[1], new_values), 2)
         repeats = self.spec.heads // self.spec.kv_heads
         keys, values = _repeat_heads(keys, repeats), _repeat_heads(values, repeats)
-        scores = queries @ keys.transpose(2, 3) * self.scale + mask
+        scores = self.capped(queries @ keys.transpose(2, 3) * self.scale) + mask
         output = self.o_proj(self.merge(torch.softmax(scores, -1) @ values))
         return output, raw_keys if self.layout.raw_keys else new_keys, new_values
+
+
+def softcap(x: Tensor, cap: float | None) -> Tensor:
+    """cap · tanh(x / cap); x itself without a cap."""
+    return x if cap is None else torch.tanh(x * (1 / cap)) * cap
 
 
 def _repeat_heads(x: Tensor, repeats: int) -> Tensor:
@@ -224,46 +233,45 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP with residuals, each with a norm before it or behind it. Returns hidden, k, v.
+    """Attention and MLP with residuals, each with a norm before it, behind it, or both. Returns hidden, k, v.
 
     The names of the norms are Hugging Face's: post_attention_layernorm stands before the MLP, or, in a layer
-    with post-norms, behind the attention.
+    with norms behind, behind the attention; pre_feedforward_layernorm is the one before the MLP there.
     """
 
     def __init__(self, spec: LayerSpec, rope: Rope):
         super().__init__()
         self.spec = spec
-        if not spec.post_norms:
-            self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        before, behind = NORMS_BEFORE[spec.norms], NORMS_BEHIND[spec.norms]
+        self._add_norms(before[:1])
         self.self_attn = Attention(spec, rope)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self._add_norms((*behind[:1], *before[1:]))
         self.mlp = GatedMLP(spec)
-        if spec.post_norms:
-            self.post_feedforward_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self._add_norms(behind[1:])
+
+    def _add_norms(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            setattr(self, name, RMSNorm(self.spec.hidden_size, self.spec.norm_eps))
 
     @property
     def residual_writers(self) -> tuple[str, ...]:
         """Parts whose output is added to the residual stream; that output is linear in their parameters."""
-        if self.spec.post_norms:
-            return "post_attention_layernorm", "post_feedforward_layernorm"
-        return "self_attn.o_proj", "mlp.down_proj"
+        return NORMS_BEHIND[self.spec.norms] or ("self_attn.o_proj", "mlp.down_proj")
 
     @property
     def residual_readers(self) -> tuple[str, ...]:
         """Norms whose input is the residual stream."""
-        return () if self.spec.post_norms else ("input_layernorm", "post_attention_layernorm")
+        return NORMS_BEFORE[self.spec.norms]
 
     @property
     def residual_linears(self) -> tuple[str, ...]:
         """Linears whose input is the residual stream itself."""
-        return (*INTO_ATTENTION, *INTO_MLP) if self.spec.post_norms else ()
+        return () if self.residual_readers else (*INTO_ATTENTION, *INTO_MLP)
 
     @property
     def norm_consumers(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """The linears that alone read each norm's output."""
-        if self.spec.post_norms:
-            return ()
-        return ("input_layernorm", INTO_ATTENTION), ("post_attention_layernorm", INTO_MLP)
+        return tuple(zip(self.residual_readers, (INTO_ATTENTION, INTO_MLP), strict=False))
 
     @property
     def query_projection(self) -> str:
@@ -277,13 +285,19 @@ class DecoderLayer(nn.Module):
         mask: Tensor,
         past: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.spec.post_norms:
-            attended, keys, values = self.self_attn(hidden, rope, mask, past)
-            hidden = self.add(hidden, self.post_attention_layernorm(attended))
-            return self.add(hidden, self.post_feedforward_layernorm(self.mlp(hidden))), keys, values
-        attended, keys, values = self.self_attn(self.input_layernorm(hidden), rope, mask, past)
-        hidden = self.add(hidden, attended)
-        return self.add(hidden, self.mlp(self.post_attention_layernorm(hidden))), keys, values
+        attended, keys, values = self.self_attn(self.before(hidden, 0), rope, mask, past)
+        hidden = self.add(hidden, self.behind(attended, 0))
+        return self.add(hidden, self.behind(self.mlp(self.before(hidden, 1)), 1)), keys, values
+
+    def before(self, hidden: Tensor, half: int) -> Tensor:
+        """The input of the attention (half 0) or the MLP (half 1)."""
+        norms = NORMS_BEFORE[self.spec.norms]
+        return getattr(self, norms[half])(hidden) if norms else hidden
+
+    def behind(self, change: Tensor, half: int) -> Tensor:
+        """What the attention (half 0) or the MLP (half 1) gives to the residual stream."""
+        norms = NORMS_BEHIND[self.spec.norms]
+        return getattr(self, norms[half])(change) if norms else change
 
     def add(self, hidden: Tensor, change: Tensor) -> Tensor:
         """The residual stream after a change."""
@@ -291,13 +305,27 @@ class DecoderLayer(nn.Module):
         return hidden + (change if factor == 1 else change * factor)
 
 
+NORMS_BEFORE: dict[Norms, tuple[str, ...]] = {
+    "before": ("input_layernorm", "post_attention_layernorm"),
+    "behind": (),
+    "both": ("input_layernorm", "pre_feedforward_layernorm"),
+}
+"""Names of the norms before attention and MLP."""
+
+NORMS_BEHIND: dict[Norms, tuple[str, ...]] = {
+    "before": (),
+    "behind": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "both": ("post_attention_layernorm", "post_feedforward_layernorm"),
+}
+"""Names of the norms behind attention and MLP."""
+
 INTO_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 INTO_MLP = ("mlp.gate_proj", "mlp.up_proj")
 
 
 def stream_inputs(spec: LayerSpec) -> tuple[str, ...]:
     """Paths, in Hugging Face's layer too, of parts whose first input is the residual stream between its two halves."""
-    return ("mlp",) if spec.post_norms else ("input_layernorm", "post_attention_layernorm")
+    return NORMS_BEFORE[spec.norms] or ("mlp",)
 
 
 class KeysValuesLayer(nn.Module):
@@ -311,12 +339,12 @@ class KeysValuesLayer(nn.Module):
         attention = rewrite(layer.self_attn, lambda module: None)
         for unused in ("q_proj", "q_norm", "o_proj"):
             attention._modules.pop(unused, None)
-        if not layer.spec.post_norms:
-            self.input_layernorm = layer.input_layernorm
+        if layer.residual_readers:
+            self.input_layernorm: Any = layer.input_layernorm
         self.self_attn = attention
 
     def forward(self, hidden: Tensor, rope: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        hidden = hidden if self.self_attn.spec.post_norms else self.input_layernorm(hidden)
+        hidden = self.input_layernorm(hidden) if NORMS_BEFORE[self.self_attn.spec.norms] else hidden
         raw_keys, keys, values = self.self_attn.keys_values(hidden, rope)
         return (raw_keys if self.self_attn.layout.raw_keys else keys), values
 
@@ -326,6 +354,7 @@ class Head(nn.Module):
 
     Attributes:
         divisor: what the logits are divided by.
+        cap: c, where the logits are c · tanh(logit / c).
     """
 
     residual_writers = ()
@@ -333,23 +362,39 @@ class Head(nn.Module):
     residual_linears = ()
     norm_consumers = (("norm", ("lm_head",)),)
 
-    def __init__(self, hidden_size: int, vocab_size: int, eps: float, bias: bool, divisor: float = 1.0):
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        eps: float,
+        bias: bool,
+        divisor: float = 1.0,
+        cap: float | None = None,
+    ):
         super().__init__()
         self.norm = RMSNorm(hidden_size, eps)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=bias)
         self.divisor = divisor
+        self.cap = cap
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Head:
         """The head of a model."""
-        return cls(spec.hidden_size, spec.vocab_size, spec.norm_eps, spec.head_bias, spec.logits_divisor)
+        return cls(
+            spec.hidden_size,
+            spec.vocab_size,
+            spec.norm_eps,
+            spec.head_bias,
+            spec.logits_divisor,
+            spec.logits_cap,
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.divided(self.lm_head(self.norm(hidden)))
 
     def divided(self, logits: Tensor) -> Tensor:
-        """Logits of a projection."""
-        return logits if self.divisor == 1 else logits * (1 / self.divisor)
+        """Logits of a projection, divided and capped where the family does so."""
+        return softcap(logits if self.divisor == 1 else logits * (1 / self.divisor), self.cap)
 
     def pieces(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """What the graph gives: the logits, in one piece or in parts of the vocabulary."""

@@ -13,6 +13,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,9 +207,9 @@ class Flow:
                     part = slice(start, start + BATCH)
                     hidden[part] = self.reference.run(layer, hidden[part])[0]
             self._index += 1
-        return Calibration(self._streams[0], self._streams[1], self._probe, self.device)
+        return Calibration(self._streams[0], self._streams[1], partial(self._probe, index), self.device)
 
-    def _probe(self, hidden: Tensor) -> Probe:
+    def _probe(self, index: int, hidden: Tensor) -> Probe:
         positions = torch.arange(hidden.shape[1])
-        cos, sin = self.reference.rope(positions)
+        cos, sin = self.reference.rope(positions, index)
         return Probe(hidden, positions, cos[0], sin[0])

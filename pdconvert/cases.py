@@ -10,13 +10,15 @@ import torch
 
 from pdconvert.compile import CompiledBlock
 from pdconvert.emit.vectors import Case
-from pdconvert.lowering.contract import FunctionShape, output_ports, state_ports
+from pdconvert.lowering.contract import FunctionShape, input_ports, output_ports, state_ports
+from pdconvert.model import ModelSpec
 from pdconvert.prepare import Plan, Texts
 from pdconvert.quant.store import dequantized
 from pdconvert.reference import Reference
 from pdconvert.runtime.embedding import HostEmbedding
+from pdconvert.runtime.manifest import RopeTable
 from pdconvert.runtime.mask import causal_mask
-from pdconvert.runtime.rope import rope_tables, rotate_layers
+from pdconvert.runtime.rope import Frequencies, RopeTables
 from pdconvert.runtime.weights import DecodeWeights
 
 
@@ -47,13 +49,17 @@ def _case(
     streams: dict[str, np.ndarray],
     embedding: HostEmbedding,
 ) -> Case:
-    prefill, rope = plan.recipe.prefill, plan.spec.rope
+    prefill, spec = plan.recipe.prefill, plan.spec
     chunk = max(other.tokens for other in plan.shapes if not other.past)
     start = min(shape.past, chunk, len(texts.probe) - 1)
     ids = texts.probe[start : start + shape.tokens]
-    cos, sin = rope_tables(rope.inv_freq, rope.attention_factor, start, shape.tokens)
-    mask = causal_mask(start, shape.past, len(ids), shape.tokens)
-    inputs = {"rope_cos": cos, "rope_sin": sin, "mask": mask}
+    by_role = {
+        **RopeTables(_ropes(spec), start, shape.tokens).inputs(slice(None)),
+        "mask": causal_mask(start, shape.past, len(ids), shape.tokens),
+        "mask.window": causal_mask(start, shape.past, len(ids), shape.tokens, window=spec.window),
+    }
+    ports = input_ports(spec, shape, plan.interface)
+    inputs = {port.name: by_role[port.key] for port in ports if port.key in by_role}
     if prefill.embedding == "graph":
         inputs["token_ids"] = np.array([[*ids, *[ids[-1]] * (shape.tokens - len(ids))]], np.int32)
     else:
@@ -68,8 +74,8 @@ def _case(
     elif shape.past:
         keys = streams["k"][..., :start]
         if prefill.kv.rope == "raw":
-            cos, sin = rope_tables(rope.inv_freq, rope.attention_factor, 0, start, np.float32)
-            keys = rotate_layers(keys, cos, sin, plan.spec.kv_heads, plan.spec.unrotated_layers)
+            tables = RopeTables(_ropes(spec), 0, start, np.float32)
+            keys = tables.rotate(keys, spec.kv_heads, slice(None))
         inputs["past_k"] = _columns(keys, shape.past).astype(np.float16)
         inputs["past_v"] = _columns(streams["v"][..., :start], shape.past).astype(np.float16)
     expected = {
@@ -88,6 +94,16 @@ def _case(
         expected |= dict(zip((port.name for port in ports), np.split(logits, cuts, 1), strict=True))
     floors = {"fp32": plan.recipe.gates.graph_db, "fp16": plan.recipe.gates.fp16_db}
     return Case(shape.name, shape.name, ids, inputs, expected, dict.fromkeys(expected, floors), states)
+
+
+def _ropes(spec: ModelSpec) -> dict[str, Frequencies]:
+    """The rotary embeddings of a model by the suffix of their inputs' roles, as the manifest will give them."""
+    main, local = spec.rope, spec.local_rope
+    second = None
+    if local is not None and spec.local_layers:
+        second = Frequencies(local.inv_freq, local.attention_factor, spec.local_layers)
+    table = RopeTable(main.inv_freq, main.attention_factor, spec.unrotated_layers, second)
+    return table.by_suffix(len(spec.layers))
 
 
 def _columns(cache: np.ndarray, size: int) -> np.ndarray:

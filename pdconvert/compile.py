@@ -87,6 +87,10 @@ class CompiledBlock:
         """K and V of the probe, (kv_heads, T, D): `reference.k`, `reference.v`, `stored.k`, `stored.v`."""
         return load_file(self.folder / "caches.safetensors")
 
+    def underflows(self) -> dict[str, int]:
+        """Values of the checkpoint that are not zero and became zero in fp16, by tensor."""
+        return json.loads((self.folder / "underflows.json").read_text())
+
     def steps(self) -> list[Step]:
         """The block's lines of the ledger."""
         return [step_from_json(line) for line in json.loads((self.folder / "steps.json").read_text())]
@@ -216,6 +220,7 @@ class Compiler:
         weight = reference.source.read("model.embed_tokens.weight")
         stored = store_matrix(weight, self.embedding_bits, self.embedding_group, "model.embed_tokens.weight")
         save_block(folder / "tensors.safetensors", {"weight": stored})
+        _save_underflows(folder, {"weight": weight}, {"weight": stored})
         values = dequantized(stored)
         scale, size = reference.spec.embedding_scale, reference.spec.hidden_size
         probe = torch.tensor(self.probe_ids)
@@ -237,9 +242,10 @@ class Compiler:
             reference.keep(index, original)
         hidden, cache = reference.run(original, streams.reference)
         windows = reference.run(original, streams.windows)[0] if len(streams.windows) else streams.windows
-        probe = self._probe(streams.reference)
+        probe = self._probe(streams.reference, index)
+        attention_factor = spec.rope_of(spec.layers[index]).attention_factor
         unturn = self.raw_keys and spec.layers[index].rotary
-        keys = unrotate(cache.keys, probe, spec.rope.attention_factor) if unturn else cache.keys
+        keys = unrotate(cache.keys, probe, attention_factor) if unturn else cache.keys
         expected = {"hidden": hidden, "k": keys, "v": cache.values}
 
         block = plain_layer(spec, index, tensors, self.raw_keys)
@@ -254,10 +260,9 @@ class Compiler:
             index, {name: values[name].view(tensor.shape) for name, tensor in tensors.items()}
         )
         stored_hidden, stored_cache = reference.run(shipped, streams.stored)
-        stored_keys = (
-            unrotate(stored_cache.keys, probe, spec.rope.attention_factor) if unturn else stored_cache.keys
-        )
+        stored_keys = unrotate(stored_cache.keys, probe, attention_factor) if unturn else stored_cache.keys
         save_block(folder / "tensors.safetensors", stored)
+        _save_underflows(folder, tensors, stored)
         _save_flow(folder, Streams(hidden, stored_hidden, windows))
         caches = {
             "reference.k": keys,
@@ -273,26 +278,28 @@ class Compiler:
     def _head(self, folder: Path, index: int, streams: Streams | None) -> None:
         assert streams is not None
         tensors = self.reference.head_tensors()
-        probe = self._probe(streams.reference)
+        probe = self._probe(streams.reference, index - 1)
         expected = {"logits": self.reference.logits(streams.reference, tensors)}
         block = plain_head(self.reference.spec, tensors)
         outputs, first = check_family(block, probe, expected)
         block, outputs, steps = run_passes(block, self.head_passes, probe, expected, outputs)
-        save_block(folder / "tensors.safetensors", stored_tensors(block))
+        stored = stored_tensors(block)
+        save_block(folder / "tensors.safetensors", stored)
+        _save_underflows(folder, tensors, stored)
         _, _, more = run_passes(block, self.graph_passes["head"], probe, expected, outputs)
         _save_flow(folder, streams)
         _save_steps(folder, [first, *steps, *more])
 
-    def _probe(self, hidden: Tensor) -> Probe:
+    def _probe(self, hidden: Tensor, index: int) -> Probe:
         positions = torch.arange(hidden.shape[1])
-        cos, sin = self.reference.rope(positions)
+        cos, sin = self.reference.rope(positions, index)
         return Probe(hidden, positions, cos[0], sin[0])
 
 
 def plain_layer(spec: ModelSpec, index: int, tensors: Mapping[str, Tensor] | None, raw_keys: bool) -> Block:
     """Layer `index` in its plain form, holding `tensors`, or weightless."""
     with torch.device("meta"):
-        module = DecoderLayer(spec.layers[index], spec.rope)
+        module = DecoderLayer(spec.layers[index], spec.rope_of(spec.layers[index]))
     block = _block(f"layers.{index}", module, tensors, spec.layers[index], Layout())
     return block.with_layout(module, raw_keys=raw_keys)
 
@@ -383,6 +390,17 @@ def step_from_json(line: Mapping[str, Any]) -> Step:
 def _save_flow(folder: Path, streams: Streams) -> None:
     values = {"reference": streams.reference, "stored": streams.stored, "windows": streams.windows}
     save_file({name: value.contiguous() for name, value in values.items()}, folder / "streams.safetensors")
+
+
+def _save_underflows(folder: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
+    """Count what fp16 lost; weights on a grid have their SQNR instead."""
+    counts = {}
+    for name, value in stored.items():
+        if isinstance(value, Tensor) and name in tensors:
+            lost = (tensors[name].view(value.shape) != 0) & (value == 0)
+            counts[name] = int(lost.sum())
+    content = {name: count for name, count in counts.items() if count}
+    (folder / "underflows.json").write_text(json.dumps(content))
 
 
 def _save_steps(folder: Path, steps: Sequence[Step]) -> None:

@@ -1,7 +1,8 @@
 """A layer's tensors between the block's names and the checkpoint's, where one may hold several of the other.
 
 A family's `layer_tensors` maps block names to checkpoint names. Block tensors that share a checkpoint name are
-its rows from the top down, in the order of the mapping: q, k and v of a fused `qkv_proj`, say.
+its rows from the top down, in the order of the mapping: q, k and v of a fused `qkv_proj`, say. Blocks hold
+norms as gains; a family whose checkpoints hold less by one says so in `ModelSpec.gain_offset`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pdconvert.blocks import DecoderLayer
-from pdconvert.model import LayerSpec, ModelSpec, Rope
+from pdconvert.model import LayerSpec, ModelSpec, Rope, is_gain
 
 if TYPE_CHECKING:
     from pdconvert.quant.store import Stored
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 def block_shapes(spec: ModelSpec, index: int) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters of layer `index` by their names in the block."""
-    return _shapes(spec.layers[index], spec.rope)
+    layer = spec.layers[index]
+    return _shapes(layer, spec.rope_of(layer))
 
 
 @cache
@@ -64,7 +66,7 @@ def read_layer(
         shapes = shapes or block_shapes(spec, index)
         rows = value.split([shapes[name][0] for name in names])
         tensors.update(zip(names, rows, strict=True))
-    return tensors
+    return {name: value + spec.gain_offset if is_gain(name) else value for name, value in tensors.items()}
 
 
 def reference_state(
@@ -75,12 +77,21 @@ def reference_state(
     What is missing or unknown is passed over or on, for the strict loading of a layer to report.
     """
     prefix, rest = f"model.layers.{index}.", dict(tensors)
+    rest |= {name: value - spec.gain_offset for name, value in tensors.items() if is_gain(name)}
     state = {}
     for source_name, names in by_checkpoint_name(family, index, spec).items():
         if all(name in rest for name in names):
             parts = [rest.pop(name) for name in names]
             state[source_name.removeprefix(prefix)] = parts[0] if len(parts) == 1 else torch.cat(parts)
     return {**state, **rest}
+
+
+def as_in_checkpoint(name: str, value: Stored, spec: ModelSpec) -> Stored:
+    """A stored tensor as the checkpoint, and mlx-lm, have it: gains without their offset."""
+    if not spec.gain_offset or not is_gain(name):
+        return value
+    assert isinstance(value, Tensor), f"{name}: a quantized gain"
+    return (value.float() - spec.gain_offset).half()
 
 
 def join_rows(parts: list[Stored]) -> Stored:

@@ -25,7 +25,7 @@ from pdconvert.emit.manifest import Cost, Emitted, manifest, report, write_json
 from pdconvert.emit.mlx import check_store_equality, write_decode_folder
 from pdconvert.emit.vectors import Case, GreedyCase, write_vectors
 from pdconvert.errors import CheckFailed
-from pdconvert.layer_tensors import by_checkpoint_name, join_rows
+from pdconvert.layer_tensors import as_in_checkpoint, by_checkpoint_name, join_rows
 from pdconvert.ledger import Ledger
 from pdconvert.lowering.contract import Part
 from pdconvert.prepare import GREEDY_TOKENS, Plan, Texts, make_compiler, make_plan, make_texts, resolve_passes
@@ -241,7 +241,7 @@ def decode_tensors(plan: Plan, blocks: Sequence[StoredBlock]) -> Iterator[tuple[
         if block.name == "embedding":
             yield "model.embed_tokens.weight", tensors["weight"]
         elif block.name == "head":
-            yield "model.norm.weight", tensors["norm.weight"]
+            yield "model.norm.weight", as_in_checkpoint("norm.weight", tensors["norm.weight"], plan.spec)
             if not plan.spec.tied:
                 yield "lm_head.weight", tensors["lm_head.weight"]
                 if plan.spec.head_bias:
@@ -249,7 +249,8 @@ def decode_tensors(plan: Plan, blocks: Sequence[StoredBlock]) -> Iterator[tuple[
         else:
             index = int(block.name.split(".")[1])
             for source_name, names in by_checkpoint_name(plan.family, index, plan.spec).items():
-                yield source_name, join_rows([tensors[name] for name in names])
+                joined = join_rows([tensors[name] for name in names])
+                yield source_name, as_in_checkpoint(source_name, joined, plan.spec)
 
 
 def _store_hash(blocks: Sequence[CompiledBlock]) -> str:

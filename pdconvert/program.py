@@ -36,7 +36,7 @@ class Probe:
     Attributes:
         hidden: (1, S, H) fp32, the block's input.
         positions: (S,) int64.
-        cos, sin: (S, D_rot) fp32, of these positions.
+        cos, sin: (S, D_rot) fp32, of these positions, in the RoPE of the block's layer.
     """
 
     hidden: Tensor
@@ -150,7 +150,10 @@ class Block:
         return (cos.transpose(2, 3), sin.transpose(2, 3)) if self.layout.heads_first else (cos, sin)
 
     def _mask(self, size: int, past: int) -> Tensor:
-        mask = torch.full((size, past + size), MASKED).triu(past + 1)[None, None]
+        mask = torch.full((size, past + size), MASKED).triu(past + 1)
+        if self.spec.window:
+            mask += torch.full_like(mask, MASKED).tril(past - self.spec.window)
+        mask = mask[None, None]
         return mask.transpose(2, 3) if self.layout.heads_first else mask
 
     def _plain(self, name: str, value: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdconvert.blocks import softcap
 from pdconvert.families.config import reference_class
 from pdconvert.layer_tensors import read_layer, reference_state
 from pdconvert.model import ModelSpec
@@ -94,14 +95,17 @@ class Reference:
         """Drop the layers that were kept."""
         self._kept.clear()
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (1, S, D), of positions (S,), as Hugging Face computes them."""
-        return self.rotary(torch.zeros(1), positions[None])
+    def rope(self, positions: Tensor, index: int = 0) -> tuple[Tensor, Tensor]:
+        """cos and sin, each (1, S, D), of positions (S,), as Hugging Face computes them for layer `index`."""
+        if self.spec.local_rope is None:
+            return self.rotary(torch.zeros(1), positions[None])
+        kind = "sliding_attention" if self.spec.layers[index].local_rope else "full_attention"
+        return self.rotary(torch.zeros(1), positions[None], kind)
 
     def run(
         self, layer: Callable[..., Tensor], hidden: Tensor, start: int = 0, cache: Capture | None = None
     ) -> tuple[Tensor, Capture]:
-        """Run a layer causally on (B, S, H) at positions start, start + 1, …
+        """Run a layer causally, within its window, on (B, S, H) at positions start, start + 1, …
 
         No weight of a reference needs a gradient; where `hidden` or a functional layer does, it flows through.
 
@@ -109,12 +113,13 @@ class Reference:
             The new hidden states and the cache with all keys (rotated) and values.
         """
         cache = cache or Capture()
-        length = hidden.shape[1]
-        mask = torch.full((length, start + length), torch.finfo(torch.float32).min).triu(start + 1)[
-            None, None
-        ]
+        attention: Any = layer.self_attn
+        length, index = hidden.shape[1], attention.layer_idx
+        window = self.spec.layers[index].window
+        hides = torch.full((length, start + length), torch.finfo(torch.float32).min)
+        mask = (hides.triu(start + 1) + (hides.tril(start - window) if window else 0))[None, None]
         positions = torch.arange(start, start + length)
-        rope = tuple(table.to(hidden.device) for table in self.rope(positions))
+        rope = tuple(table.to(hidden.device) for table in self.rope(positions, index))
         output = layer(hidden, attention_mask=mask.to(hidden.device), position_embeddings=rope, cache=cache)
         return output, cache
 
@@ -127,7 +132,7 @@ class Reference:
         """The final norm's and the head's tensors by their names in the head block."""
         head = "model.embed_tokens.weight" if self.spec.tied else "lm_head.weight"
         tensors = {
-            "norm.weight": self.source.read("model.norm.weight"),
+            "norm.weight": self.source.read("model.norm.weight") + self.spec.gain_offset,
             "lm_head.weight": self.source.read(head),
         }
         if self.spec.head_bias:
@@ -135,11 +140,12 @@ class Reference:
         return tensors
 
     def logits(self, hidden: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Final norm and head on (…, H): (…, V), divided where the family divides them."""
+        """Final norm and head on (…, H): (…, V), divided and capped where the family does so."""
         norm = reference_class(self.family.NORM)(self.spec.hidden_size, self.spec.norm_eps)
-        norm.weight = nn.Parameter(tensors["norm.weight"], requires_grad=False)
+        gain = tensors["norm.weight"] - self.spec.gain_offset
+        norm.weight = nn.Parameter(gain, requires_grad=False)
         logits = nn.functional.linear(norm(hidden), tensors["lm_head.weight"], tensors.get("lm_head.bias"))
-        return logits / self.spec.logits_divisor
+        return softcap(logits / self.spec.logits_divisor, self.spec.logits_cap)
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Continuation]:
         """Greedy continuations, all prompts together, so that each layer is read once per step."""

@@ -60,10 +60,14 @@ def features(family: ModuleType, spec: ModelSpec) -> list[str]:
         "MLP biases by config": accepts(family, "mlp_bias", True),
         "q/k norm per head": layer.qk_norm == "head",
         "q/k norm over the projection": layer.qk_norm == "projection",
-        "post-norms": layer.post_norms,
+        "post-norms": layer.norms == "behind",
+        "norms on both sides": layer.norms == "both",
         "multipliers": "residual_multiplier" in known,
         "layers without RoPE": bool(spec.unrotated_layers),
         "partial rotation": spec.rope.dims < spec.head_dim,
+        "window layers": bool(spec.window),
+        "a RoPE of their own in window layers": spec.local_rope is not None,
+        "capped scores and logits": layer.score_cap is not None,
         "fused qkv and gate-up": fused,
     }
     return [name for name, there in found.items() if there]
@@ -97,8 +101,8 @@ def document() -> str:
     parts = [HEADER.format(cases=CASES), "\n".join(row.line for row in rows.values())]
     parts.append(
         "\n\nEvery family decodes with stock mlx-lm.\n\n## Refused within a family\n\n"
-        "Found by the same draws; N stands for a number. Unknown keys, unknown RoPE kinds and windows shorter than the "
-        "context (masks of windows are missing) are refused in every family.\n"
+        "Found by the same draws; N stands for a number. Unknown keys and unknown RoPE kinds are refused in every "
+        "family. A window counts where it is shorter than the context.\n"
     )
     for name, row in rows.items():
         if row.refused:

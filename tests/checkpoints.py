@@ -59,16 +59,18 @@ class MemorySource(Source):
 def random_source(config: Mapping[str, Any], seed: int = 0) -> MemorySource:
     """Seeded weights for every tensor of a config: matrices N(0, 1/inputs), gains N(1, 0.2), biases N(0, 0.3)."""
     family = families.get(dict(config))
+    spec = family.read_config(dict(config))
     generator = torch.Generator().manual_seed(seed)
     values = {}
-    for name, shape in expected_tensors(family, family.read_config(dict(config))).items():
+    for name, shape in expected_tensors(family, spec).items():
         value = torch.randn(shape, generator=generator)
         if "embed_tokens" in name:
             values[name] = value
         elif len(shape) == 2:
             values[name] = value * shape[1] ** -0.5
         else:
-            values[name] = 1 + 0.2 * value if name.endswith("weight") else 0.3 * value
+            gain = 1 - spec.gain_offset + 0.2 * value
+            values[name] = gain if name.endswith("weight") else 0.3 * value
     return MemorySource(dict(config), values)
 
 
@@ -78,19 +80,19 @@ def reference_of(source: Source) -> Reference:
     return Reference(source, family, family.read_config(source.config))
 
 
-def probe_of(reference: Reference, tokens: int = 12, seed: int = 1) -> Probe:
-    """Hidden states N(0, 1) at positions 0, 1, …"""
+def probe_of(reference: Reference, tokens: int = 12, seed: int = 1, layer: int = 0) -> Probe:
+    """Hidden states N(0, 1) at positions 0, 1, …, with the RoPE of a layer."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(1, tokens, reference.spec.hidden_size, generator=generator)
     positions = torch.arange(tokens)
-    cos, sin = reference.rope(positions)
+    cos, sin = reference.rope(positions, layer)
     return Probe(hidden, positions, cos[0], sin[0])
 
 
 def layer_block(reference: Reference, index: int = 0, *, raw_keys: bool = False) -> Block:
     """A decoder layer in its plain form, with the checkpoint's weights."""
     spec = reference.spec
-    module = DecoderLayer(spec.layers[index], spec.rope)
+    module = DecoderLayer(spec.layers[index], spec.rope_of(spec.layers[index]))
     module.load_state_dict(reference.read_layer(index), strict=True)
     block = Block(f"layers.{index}", module.eval().requires_grad_(False), spec.layers[index])
     return block.with_layout(block.module, raw_keys=raw_keys)
@@ -110,7 +112,7 @@ def expected_outputs(reference: Reference, block: Block, probe: Probe) -> dict[s
         return {"logits": reference.logits(probe.hidden, reference.head_tensors())}
     index = int(block.name.split(".")[1])
     hidden, cache = reference.run(reference.layer(index), probe.hidden)
-    factor = reference.spec.rope.attention_factor
+    factor = reference.spec.rope_of(block.spec).attention_factor
     unturn = block.layout.raw_keys and block.spec.rotary
     keys = unrotate(cache.keys, probe, factor) if unturn else cache.keys
     return {"hidden": hidden, "k": keys, "v": cache.values}
@@ -125,7 +127,10 @@ def mlx_logits(config: dict[str, Any], tensors: dict[str, torch.Tensor], ids: li
     model_class, arguments = _get_classes(config)
     with mx.stream(mx.cpu):
         model = model_class(arguments.from_dict(config))
-        model.load_weights([(name, mx.array(value.numpy())) for name, value in tensors.items()], strict=True)
+        weights = {name: mx.array(value.numpy()) for name, value in tensors.items()}
+        if hasattr(model, "sanitize"):
+            weights = model.sanitize(weights)
+        model.load_weights(list(weights.items()), strict=True)
         return torch.from_numpy(np.array(model(mx.array([ids]))[0].astype(mx.float32)))
 
 

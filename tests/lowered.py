@@ -1,5 +1,6 @@
 """Lower a checkpoint in memory to a package and run it, without the pipeline around it."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,11 +149,12 @@ def call(
         past = Capture(before.caches[index].keys, before.caches[index].values) if before else Capture()
         hidden, cache = reference.run(reference.layer(index), hidden, start, past)
         caches.append(cache)
-    cos, sin = reference.rope(torch.arange(start, start + len(ids)))
-    probe = Probe(hidden, torch.arange(len(ids)), cos[0], sin[0])
     keys = [cache.keys[:, :, start:] for cache in caches]
-    if raw_keys:
-        keys = [unrotate(part, probe, reference.spec.rope.attention_factor) for part in keys]
+    for index, layer in enumerate(reference.spec.layers):
+        if raw_keys and layer.rotary:
+            cos, sin = reference.rope(torch.arange(start, start + len(ids)), index)
+            probe = Probe(hidden, torch.arange(len(ids)), cos[0], sin[0])
+            keys[index] = unrotate(keys[index], probe, reference.spec.rope_of(layer).attention_factor)
     values = [cache.values[:, :, start:] for cache in caches]
     logits = reference.logits(hidden[0], reference.head_tensors())
     return Call(list(ids), start, _graph(keys), _graph(values), logits, caches)
@@ -168,15 +170,15 @@ def inputs(
 ) -> dict[str, Any]:
     """The inputs of a function for a call, padded with its last token and, in the past, with sevens."""
     padded = [*new.ids, *[new.ids[-1]] * (shape.tokens - len(new.ids))]
-    cos, sin = reference.rope(torch.arange(new.start, new.start + shape.tokens))
     mask = torch.full((shape.keys, shape.tokens), -4e4)
     mask[: new.start] = 0
     mask[shape.past :] = torch.full((shape.tokens, shape.tokens), -4e4).tril(-1)
-    given: dict[str, Any] = {
-        "rope_cos": cos.transpose(1, 2)[None],
-        "rope_sin": sin.transpose(1, 2)[None],
-        "mask": mask[None, None],
-    }
+    given: dict[str, Any] = {}
+    for index, layer in enumerate(reference.spec.layers):
+        tables = reference.rope(torch.arange(new.start, new.start + shape.tokens), index)
+        for name, table in zip(("rope_cos", "rope_sin"), tables, strict=True):
+            given[name + "_local" * layer.local_rope] = table.transpose(1, 2)[None]
+        given["mask_window" if layer.window else "mask"] = within(mask, shape, new.start, layer.window)
     if form.embedding == "host":
         factors = [item.factor for item in form.passes if isinstance(item, ScaleResidual)]
         given["hidden"] = reference.embed(padded).T[None, :, None, :] * (factors[0] if factors else 1)
@@ -195,6 +197,17 @@ def inputs(
         given["row"] = torch.zeros(1, 1, shape.tokens, 1)
         given["row"][0, 0, len(new.ids) - 1] = 1
     return given
+
+
+def within(mask: Tensor, shape: FunctionShape, start: int, window: int | None) -> Tensor:
+    """A causal mask (K, S) as an input, with what lies before a window masked too."""
+    if window is not None:
+        mask = mask.clone()
+        for key, query in itertools.product(range(shape.keys), range(shape.tokens)):
+            position = key if key < shape.past else start + key - shape.past
+            if start + query - position >= window:
+                mask[key, query] = -4e4
+    return mask[None, None]
 
 
 def run(

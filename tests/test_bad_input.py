@@ -81,6 +81,19 @@ CONFIG: dict[str, tuple[Change, str]] = {
         config(hidden_size=66),
         "config.json: hidden_size 66 is not a multiple of num_attention_heads 4" + SOURCE,
     ),
+    "hidden size and heads, with a head_dim": (
+        config(num_attention_heads=6, head_dim=12),
+        "config.json: hidden_size 64 is not a multiple of num_attention_heads 6, which is refused despite head_dim 12"
+        + SOURCE,
+    ),
+    "a row too many in the embedding": (
+        config(vocab_size=319),
+        "{}: model.embed_tokens.weight has shape (320, 64), config.json asks for (319, 64)",
+    ),
+    "a cap that the family does not have": (
+        config(attn_logit_softcapping=50.0),
+        "config.json: the llama family does not know attn_logit_softcapping=50.0; …" + SOURCE,
+    ),
     "odd head_dim": (
         config(head_dim=15),
         "config.json: head_dim 15 is odd; RoPE needs pairs" + SOURCE,

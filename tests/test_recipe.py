@@ -51,6 +51,7 @@ def load_text(tmp_path: Path, text: str, **options: Any) -> Recipe:
 
 def test_the_shipped_recipes() -> None:
     assert shipped_recipes() == (
+        "gemma3-270m",
         "smollm2-135m",
         "smollm2-135m-fp16",
         "smollm2-135m-long",

@@ -244,7 +244,7 @@ def test_names_that_are_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("tinylama", "tinylama: no such recipe; did you mean 'tinyllama'?"),
         ("absent.yaml", "absent.yaml: no such recipe file; check the path"),
         ("../tiny", "../tiny: no such recipe file; check the path"),
-        (".", ".: is a folder; give a recipe file or one of smollm2-135m, "),
+        (".", ".: is a folder; give a recipe file or one of gemma3-270m, "),
     ):
         with pytest.raises(InputError) as caught:
             load_recipe(name)

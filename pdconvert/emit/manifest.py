@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,6 +21,7 @@ from pdconvert.emit.mlx import DecodeFolder
 from pdconvert.inspect_package import weight_sharing
 from pdconvert.ledger import Ledger
 from pdconvert.lowering.contract import FunctionShape, Part, input_ports, output_ports, state_ports
+from pdconvert.model import ModelSpec, Rope
 from pdconvert.prepare import Plan, Texts
 from pdconvert.process import list_files
 from pdconvert.split import WHOLE, part_path
@@ -97,6 +99,7 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             "license": plan.source.license,
             "model_type": spec.model_type,
             "random": plan.source.random,
+            "dtypes": dict(sorted(Counter(info.dtype for info in plan.source.tensors().values()).items())),
             "notes": list(plan.notes),
         },
         "recipe": plan.recipe.resolved(),
@@ -123,12 +126,7 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             "unquantized": list(emitted.decode.unquantized),
             "size_bytes": emitted.decode.size_bytes,
         },
-        "rope": {
-            "dims": spec.rope.dims,
-            "inv_freq": list(spec.rope.inv_freq),
-            "attention_factor": spec.rope.attention_factor,
-            "unrotated_layers": list(spec.unrotated_layers),
-        },
+        "rope": _rope(spec),
         "embedding": {"scale": plan.embedding_scale},
         "kv": {
             "rope": prefill.kv.rope,
@@ -138,12 +136,20 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
             "head_dim": spec.head_dim,
             "dtype": "fp16",
             "layout": "1, layer*kv_head, head_dim, token",
+            **(
+                {"window": {"tokens": spec.window, "layers": list(spec.window_layers)}} if spec.window else {}
+            ),
         },
         "quantization": {
             "quantized": plan.quantized,
             "bits_per_weight": bits_per_weight(emitted.blocks),
             "decode_bits_per_weight": bits_per_weight(emitted.decode_blocks),
             "calibration": emitted.calibration,
+            "underflows": {
+                f"{block.name}.{name}": count
+                for block in emitted.blocks
+                for name, count in block.underflows().items()
+            },
         },
         "made_by": emitted.made_by,
         "eos_token_ids": list(emitted.eos_token_ids),
@@ -155,6 +161,22 @@ def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[s
         "tools": {**{name: metadata.version(name) for name in TOOLS}, "python": platform.python_version()},
         "cost": {"seconds": round(cost.seconds, 1), "peak_bytes": cost.peak_bytes},
         "files": [name for name in list_files(folder) if not name.startswith(".")],
+    }
+
+
+def _rope(spec: ModelSpec) -> dict[str, Any]:
+    """The RoPE of all layers but those that are listed under `unrotated_layers` and `local`."""
+    main = {**_frequencies(spec.rope), "unrotated_layers": list(spec.unrotated_layers)}
+    if spec.local_rope is None or not spec.local_layers:
+        return main
+    return {**main, "local": {**_frequencies(spec.local_rope), "layers": list(spec.local_layers)}}
+
+
+def _frequencies(rope: Rope) -> dict[str, Any]:
+    return {
+        "dims": rope.dims,
+        "inv_freq": list(rope.inv_freq),
+        "attention_factor": rope.attention_factor,
     }
 
 

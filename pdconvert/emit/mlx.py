@@ -49,14 +49,12 @@ class DecodeFolder:
         size_bytes: bytes of all tensors, scales and biases included.
         quantization: the `quantization` object of config.json; empty where nothing is quantized.
         unquantized: records written as plain fp16 because no MLX group divides their inputs, or as tables.
-        underflows: per tensor, nonzero fp32 values that became zero in fp16.
     """
 
     files: tuple[str, ...]
     size_bytes: int
     quantization: dict[str, Any]
     unquantized: tuple[str, ...]
-    underflows: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,6 @@ def write_decode_folder(
     source.write_tokenizer(folder)
     grids: dict[str, tuple[int, int]] = {}
     unquantized: list[str] = []
-    underflows: dict[str, int] = {}
     parameters = 0
     with ShardWriter(folder) as writer:
         for name, value in tensors:
@@ -114,12 +111,12 @@ def write_decode_folder(
             if record is None:
                 if not isinstance(value, Tensor):
                     unquantized.append(name)
-                _write_plain(writer, name, value, underflows)
+                _write_plain(writer, name, value)
                 continue
             group = mlx_group(record.shape[1], record.group)
             if group is None:
                 unquantized.append(name)
-                _write_plain(writer, name, record, underflows)
+                _write_plain(writer, name, record)
             else:
                 grids[_module(name)] = (group, record.bits)
                 _write_record(writer, name, record, group)
@@ -128,7 +125,7 @@ def write_decode_folder(
     content = {**config, "quantization": quantization} if quantization else dict(config)
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     (folder / "config.json").write_text(text + "\n", "utf-8")
-    return DecodeFolder(files, writer.total_bytes, quantization, tuple(unquantized), underflows)
+    return DecodeFolder(files, writer.total_bytes, quantization, tuple(unquantized))
 
 
 def check_store_equality(folder: Path, tensors: Iterable[tuple[str, Stored]]) -> StoreEquality:
@@ -214,7 +211,7 @@ def _looked_up(record: LutLinear, rows: slice) -> np.ndarray:
     return tables[chosen[:, None], codes]
 
 
-def _write_plain(writer: ShardWriter, name: str, value: Stored, underflows: dict[str, int]) -> None:
+def _write_plain(writer: ShardWriter, name: str, value: Stored) -> None:
     def halves() -> Iterator[np.ndarray]:
         for rows in _rows_at_a_time(value.shape):
             exact = _float_rows(value, rows)
@@ -226,9 +223,6 @@ def _write_plain(writer: ShardWriter, name: str, value: Stored, underflows: dict
                     f"{name}: values up to {largest:.6g} do not fit fp16 (65504); "
                     "rescale this tensor in the checkpoint"
                 )
-            lost = int(np.count_nonzero(exact) - np.count_nonzero(half))
-            if lost:
-                underflows[name] = underflows.get(name, 0) + lost
             yield half
 
     writer.add(name, "F16", tuple(value.shape), halves())

@@ -102,8 +102,6 @@ UNSUPPORTED: dict[str, str] = {
     ),
     **dict.fromkeys(("bart", "bert", "distilbert", "modernbert", "roberta", "t5", "whisper"), ENCODER),
     "gemma": "a family whose gains are 1 + weight, which is missing",
-    "gemma2": "a family with softcaps and window layers, which are missing",
-    "gemma3_text": "a family with window layers and a RoPE of their own, which are missing",
 }
 """Model types that are refused, and what they are; a type that is neither here nor a family is only unknown."""
 

@@ -1,12 +1,14 @@
-"""What decoder-only families have in common: geometry, Hugging Face's config, windows, and mlx-lm's config."""
+"""What decoder-only families have in common: geometry, Hugging Face's config, and mlx-lm's config."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pdconvert.errors import InputError
+from pdconvert.families import _windows as windows
 from pdconvert.families.config import MOST_LAYERS, flag, is_positive, positive_int
 from pdconvert.model import LayerSpec, ModelSpec, Rope
 
@@ -28,9 +30,6 @@ GEOMETRY = frozenset(
 
 ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 """Config keys that decide the RoPE, in the old and the new form."""
-
-WINDOWS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
-"""Config keys that decide which layers see a window only."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,7 @@ def read_geometry(
     free_head_dim: bool,
     even_width: bool = False,
     mlx: str = "",
+    activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> Geometry:
     """The numbers that all families have.
 
@@ -95,15 +95,16 @@ def read_geometry(
         free_head_dim: whether head_dim may differ from hidden_size / num_attention_heads.
         even_width: whether transformers wants hidden_size to be a multiple of the heads even with a free head_dim.
         mlx: the mlx-lm model that decodes, where it is another than the family's.
+        activation: the config's key for the MLP's activation, and the one that mlx-lm computes.
 
     Raises:
         InputError: a value of the wrong type, or one that Hugging Face or mlx-lm cannot hold.
     """
     mlx = mlx or family
-    activation = config.get("hidden_act") or "silu"
-    if activation != "silu":
+    activation_key, only = activation
+    if (given := config.get(activation_key) or only) != only:
         raise InputError(
-            f"config.json: hidden_act {activation!r} is not supported: mlx-lm's {mlx} computes silu only"
+            f"config.json: {activation_key} {given!r} is not supported: mlx-lm's {mlx} computes {only} only"
         )
     hidden = positive_int(config, "hidden_size", defaults["hidden_size"])
     heads = positive_int(config, "num_attention_heads", defaults["num_attention_heads"])
@@ -115,8 +116,9 @@ def read_geometry(
         )
     own_dim = config.get("head_dim") or defaults.get("head_dim")
     if hidden % heads and (even_width or own_dim is None or not free_head_dim):
+        despite = f", which is refused despite head_dim {own_dim}" if config.get("head_dim") else ""
         raise InputError(
-            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}{despite}"
         )
     head_dim = positive_int(config, "head_dim", defaults.get("head_dim", hidden // heads))
     if head_dim % 2:
@@ -137,7 +139,7 @@ def read_geometry(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        activation=activation,
+        activation=only,
         max_positions=positive_int(config, "max_position_embeddings", defaults["max_position_embeddings"]),
         norm_eps=float(eps),
         tied=flag(config, "tie_word_embeddings", defaults.get("tie_word_embeddings", False)),
@@ -196,53 +198,6 @@ def number(config: dict[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def refuse_window(window: Any, max_positions: int, family: str, layers: str = "") -> None:
-    """Raise InputError for a sliding window shorter than the context; a longer one never hides a token.
-
-    Args:
-        window: the number of tokens that a layer sees, or None for all.
-        layers: which layers have it, for the message.
-    """
-    if window is None:
-        return
-    if not isinstance(window, int) or isinstance(window, bool) or window <= 0:
-        raise InputError(f"config.json: sliding_window must be a positive integer or null, not {window!r}")
-    if window < max_positions:
-        raise InputError(
-            f"config.json: sliding_window {window}{layers} is not supported for {family}: masks of windows are "
-            f"missing; set max_position_embeddings to at most {window} to convert it for texts of that length"
-        )
-
-
-def refuse_layer_windows(config: dict[str, Any], geometry: Geometry, family: str) -> None:
-    """The same for families in which `use_sliding_window` and `layer_types` say which layers have the window.
-
-    Raises:
-        InputError: a layer sees less than the context, or `layer_types` is malformed.
-    """
-    types = config.get("layer_types")
-    if types is not None and (
-        not isinstance(types, list)
-        or len(types) < geometry.layers
-        or not set(types) <= {"full_attention", "sliding_attention"}
-    ):
-        raise InputError(
-            "config.json: layer_types must name full_attention or sliding_attention for each of the "
-            f"{geometry.layers} layers, not {types!r:.80}"
-        )
-    on = flag(config, "use_sliding_window", False)
-    if types is not None and "sliding_attention" in types and not on:
-        raise InputError(
-            "config.json: layer_types has sliding_attention, but use_sliding_window is false; make them agree"
-        )
-    first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
-    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        raise InputError(f"config.json: max_window_layers must be a whole number, not {first!r}")
-    if on and ("sliding_attention" in types if types is not None else first < geometry.layers):
-        where = " of layers of type sliding_attention" if types is not None else f" from layer {first} on"
-        refuse_window(config.get("sliding_window", 4096), geometry.max_positions, family, where)
-
-
 def layer_names(index: int, spec: ModelSpec, norms: tuple[str, ...]) -> dict[str, str]:
     """Names of layer `index` in the block and in the checkpoint, where the two have the same parts."""
     layer = spec.layers[index]
@@ -258,12 +213,19 @@ def layer_names(index: int, spec: ModelSpec, norms: tuple[str, ...]) -> dict[str
     return {name: f"model.layers.{index}.{name}" for name in names}
 
 
-def decode_base(spec: ModelSpec, class_name: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+def decode_base(
+    spec: ModelSpec, class_name: str, rope: Mapping[str, Any], *, holds_windows: bool = False
+) -> dict[str, Any]:
     """The mlx-lm config that most of its models read, every default written out, in the old-style keys.
+
+    Args:
+        holds_windows: whether mlx-lm's model can have window layers; the family writes their keys.
 
     Raises:
         InputError: mlx-lm would load the config and compute something else.
     """
+    if not holds_windows:
+        windows.refuse(spec, f"mlx-lm's {spec.model_type} has no windows, so decode would differ")
     layer = spec.layers[0]
     if not layer.norm_eps:
         raise InputError(
@@ -293,12 +255,16 @@ def _decode_scaling(spec: ModelSpec, rope: Mapping[str, Any]) -> dict[str, Any] 
     kind = rope["rope_type"]
     if kind == "default":
         return None
+    by_factor = 1 + 0.1 * math.log(rope["factor"]) if rope.get("factor", 0) > 1 else 1.0
     for key in ("attention_factor", "truncate", "mscale", "mscale_all_dim"):
-        if rope.get(key) is not None:
+        stated = rope.get(key)
+        if key == "attention_factor" and stated is not None and math.isclose(stated, by_factor, rel_tol=1e-6):
+            continue  # what both compute from the factor
+        if stated is not None:
             raise InputError(
                 f"config.json: rope {key}={rope[key]!r} is not read by mlx-lm's {spec.model_type}; decode would differ"
             )
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "attention_factor")}
     if kind == "yarn":
         scaling.setdefault("original_max_position_embeddings", spec.max_positions)
     return scaling

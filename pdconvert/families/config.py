@@ -187,14 +187,18 @@ def reference_class(path: str) -> type:
     return getattr(importlib.import_module(module), name)
 
 
-def read_rope(hf_config: Any, rotary: str) -> Rope:
+def read_rope(hf_config: Any, rotary: str, layer_type: str = "") -> Rope:
     """The frequencies that Hugging Face's own rotary module computes for its config.
+
+    Args:
+        layer_type: of the layers, where their types have a RoPE each.
 
     Raises:
         InputError: they are not finite.
     """
-    module = reference_class(rotary)(hf_config)
-    rope = Rope(tuple(module.inv_freq.double().tolist()), float(module.attention_scaling))
+    module, prefix = reference_class(rotary)(hf_config), f"{layer_type}_" if layer_type else ""
+    frequencies = getattr(module, f"{prefix}inv_freq").double().tolist()
+    rope = Rope(tuple(frequencies), float(getattr(module, f"{prefix}attention_scaling")))
     if not all(map(math.isfinite, (*rope.inv_freq, rope.attention_factor))):
         raise InputError("config.json: the RoPE parameters give frequencies that are not finite")
     return rope

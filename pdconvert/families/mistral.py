@@ -1,10 +1,11 @@
-"""mistral: Mistral 7B from version 0.2 on; a window shorter than the context is refused."""
+"""mistral: Mistral 7B from version 0.2 on; every layer has the window, or none."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from pdconvert.families import _decoder as decoder
+from pdconvert.families import _windows as windows
 from pdconvert.families.config import read_rope, refuse_unknown, rope_parameters
 from pdconvert.model import ModelSpec
 
@@ -12,10 +13,10 @@ LAYER = "transformers.models.mistral.modeling_mistral:MistralDecoderLayer"
 NORM = "transformers.models.mistral.modeling_mistral:MistralRMSNorm"
 ROTARY = "transformers.models.mistral.modeling_mistral:MistralRotaryEmbedding"
 
-COMPUTED = decoder.GEOMETRY | {"head_dim"}
+COMPUTED = decoder.GEOMETRY | {"head_dim", "sliding_window"}
 """Config keys that, with the RoPE's, decide what the model computes."""
 
-KNOWN = COMPUTED | decoder.ROPE | {"sliding_window"}
+KNOWN = COMPUTED | decoder.ROPE
 
 WINDOW = 4096
 """Hugging Face's window where the config does not speak of one; null means none."""
@@ -61,9 +62,9 @@ def read_config(config: dict[str, Any]) -> ModelSpec:
     """
     refuse_unknown(config, KNOWN, "mistral")
     geometry = decoder.read_geometry(config, DEFAULTS, "mistral", free_head_dim=True, mlx="llama")
-    absent = "" if "sliding_window" in config else " (Hugging Face's default where the key is absent)"
-    decoder.refuse_window(config.get("sliding_window", WINDOW), geometry.max_positions, "mistral", absent)
-    layers = (geometry.layer(),) * geometry.layers
+    window = windows.window_size(config, WINDOW)
+    held = windows.windows([windows.SLIDING] * geometry.layers, window, geometry.max_positions)
+    layers = tuple(geometry.layer(window=window) for window in held)
     return geometry.model("mistral", layers, read_rope(hf_config(config), ROTARY))
 
 
@@ -78,11 +79,14 @@ def decode_config(config: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
     Raises:
         InputError: mlx-lm would load the config and compute something else.
     """
+    if "sliding_window" not in config:
+        windows.refuse(
+            spec, "it is Hugging Face's value where the key is absent, and mlx-lm's llama has none"
+        )
     return {
-        **decoder.decode_base(spec, "MistralForCausalLM", rope_parameters(config)),
+        **decoder.decode_base(spec, "MistralForCausalLM", rope_parameters(config), holds_windows=True),
+        **windows.llama_keys(spec),
         "attention_bias": False,
         "mlp_bias": False,
         "rope_traditional": False,
-        "sliding_window": None,
-        "layer_types": ["full_attention"] * len(spec.layers),
     }

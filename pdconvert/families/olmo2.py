@@ -57,7 +57,7 @@ def read_config(config: dict[str, Any]) -> ModelSpec:
     refuse_unknown(config, KNOWN, "olmo2")
     geometry = decoder.read_geometry(config, DEFAULTS, "olmo2", free_head_dim=True)
     bias = flag(config, "attention_bias", False)
-    layer = geometry.layer(attention_bias=bias, output_bias=bias, qk_norm="projection", post_norms=True)
+    layer = geometry.layer(attention_bias=bias, output_bias=bias, qk_norm="projection", norms="behind")
     return geometry.model("olmo2", (layer,) * geometry.layers, read_rope(hf_config(config), ROTARY))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdconvert.families import _decoder as decoder
+from pdconvert.families import _windows as windows
 from pdconvert.families.config import read_rope, refuse_unknown, rope_parameters
 from pdconvert.model import ModelSpec
 
@@ -15,7 +16,7 @@ ROTARY = "transformers.models.qwen2.modeling_qwen2:Qwen2RotaryEmbedding"
 COMPUTED = decoder.GEOMETRY
 """Config keys that, with the RoPE's, decide what the model computes."""
 
-KNOWN = COMPUTED | decoder.ROPE | decoder.WINDOWS | {"use_mrope", "head_dim"}
+KNOWN = COMPUTED | decoder.ROPE | windows.SWITCHED | {"use_mrope", "head_dim"}
 
 DEFAULTS = {
     "vocab_size": 151936,
@@ -57,8 +58,9 @@ def read_config(config: dict[str, Any]) -> ModelSpec:
     refuse_unknown(config, KNOWN, "qwen2")
     decoder.require(config, {"use_mrope": False}, "qwen2")
     geometry = decoder.read_geometry(config, DEFAULTS, "qwen2", free_head_dim=False)
-    decoder.refuse_layer_windows(config, geometry, "qwen2")
-    layers = (geometry.layer(attention_bias=True),) * geometry.layers
+    types = windows.switched_types(config, geometry.layers)
+    held = windows.windows(types, windows.window_size(config, 4096), geometry.max_positions)
+    layers = tuple(geometry.layer(attention_bias=True, window=window) for window in held)
     return geometry.model("qwen2", layers, read_rope(hf_config(config), ROTARY))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pdconvert.errors import InputError
 from pdconvert.families import _decoder as decoder
+from pdconvert.families import _windows as windows
 from pdconvert.families.config import flag, read_rope, refuse_unknown, rope_parameters
 from pdconvert.model import ModelSpec
 
@@ -16,7 +17,7 @@ ROTARY = "transformers.models.qwen3.modeling_qwen3:Qwen3RotaryEmbedding"
 COMPUTED = decoder.GEOMETRY | {"head_dim", "attention_bias"}
 """Config keys that, with the RoPE's, decide what the model computes."""
 
-KNOWN = COMPUTED | decoder.ROPE | decoder.WINDOWS
+KNOWN = COMPUTED | decoder.ROPE | windows.SWITCHED
 
 DEFAULTS = {
     "vocab_size": 151936,
@@ -59,10 +60,12 @@ def read_config(config: dict[str, Any]) -> ModelSpec:
     """
     refuse_unknown(config, KNOWN, "qwen3")
     geometry = decoder.read_geometry(config, DEFAULTS, "qwen3", free_head_dim=True)
-    decoder.refuse_layer_windows(config, geometry, "qwen3")
+    types = windows.switched_types(config, geometry.layers)
+    held = windows.windows(types, windows.window_size(config, 4096), geometry.max_positions)
     bias = flag(config, "attention_bias", False)
-    layer = geometry.layer(attention_bias=bias, output_bias=bias, qk_norm="head")
-    return geometry.model("qwen3", (layer,) * geometry.layers, read_rope(hf_config(config), ROTARY))
+    features = {"attention_bias": bias, "output_bias": bias, "qk_norm": "head"}
+    layers = tuple(geometry.layer(window=window, **features) for window in held)
+    return geometry.model("qwen3", layers, read_rope(hf_config(config), ROTARY))
 
 
 def layer_tensors(index: int, spec: ModelSpec) -> dict[str, str]:

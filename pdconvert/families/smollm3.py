@@ -6,6 +6,7 @@ from typing import Any
 
 from pdconvert.errors import InputError
 from pdconvert.families import _decoder as decoder
+from pdconvert.families import _windows as windows
 from pdconvert.families.config import flag, positive_int, read_rope, refuse_unknown, rope_parameters
 from pdconvert.model import ModelSpec
 
@@ -19,10 +20,11 @@ COMPUTED = decoder.GEOMETRY | {
     "mlp_bias",
     "no_rope_layers",
     "no_rope_layer_interval",
+    *windows.SWITCHED,
 }
 """Config keys that, with the RoPE's, decide what the model computes."""
 
-KNOWN = COMPUTED | decoder.ROPE | decoder.WINDOWS | {"pretraining_tp"}
+KNOWN = COMPUTED | decoder.ROPE | {"pretraining_tp"}
 
 THETA = 2e6
 """Hugging Face's RoPE base where the config gives none."""
@@ -57,7 +59,9 @@ TINY = {
 
 def hf_config(config: dict[str, Any]) -> Any:
     """The checkpoint's config as Hugging Face's own class."""
-    return decoder.make_hf_config("SmolLM3Config", config, COMPUTED, rope_parameters(config, THETA))
+    layers = positive_int(config, "num_hidden_layers", DEFAULTS["num_hidden_layers"])
+    written = windows.with_types_of(config, layers)
+    return decoder.make_hf_config("SmolLM3Config", written, COMPUTED, rope_parameters(config, THETA))
 
 
 def read_config(config: dict[str, Any]) -> ModelSpec:
@@ -69,17 +73,19 @@ def read_config(config: dict[str, Any]) -> ModelSpec:
     refuse_unknown(config, KNOWN, "smollm3")
     geometry = decoder.read_geometry(config, DEFAULTS, "smollm3", free_head_dim=True)
     rotary = rotary_layers(config, geometry.layers)
-    types = config.get("layer_types")
-    if types is None and config.get("use_sliding_window"):  # Hugging Face gives it to layers without RoPE
-        types = ["full_attention" if turns else "sliding_attention" for turns in rotary]
-    decoder.refuse_layer_windows({**config, "layer_types": types}, geometry, "smollm3")
+    without = [windows.FULL if turns else windows.SLIDING for turns in rotary]  # Hugging Face's default
+    types = windows.switched_types(config, geometry.layers, without)
+    held = windows.windows(types, windows.window_size(config, None), geometry.max_positions)
     bias = flag(config, "attention_bias", False)
     features = {
         "attention_bias": bias,
         "output_bias": bias,
         "mlp_bias": flag(config, "mlp_bias", False),
     }
-    layers = tuple(geometry.layer(rotary=turns, **features) for turns in rotary)
+    layers = tuple(
+        geometry.layer(rotary=turns, window=window, **features)
+        for turns, window in zip(rotary, held, strict=True)
+    )
     return geometry.model("smollm3", layers, read_rope(hf_config(config), ROTARY))
 
 
@@ -110,12 +116,11 @@ def decode_config(config: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
     """
     layer = spec.layers[0]
     return {
-        **decoder.decode_base(spec, "SmolLM3ForCausalLM", rope_parameters(config, THETA)),
+        **decoder.decode_base(spec, "SmolLM3ForCausalLM", rope_parameters(config, THETA), holds_windows=True),
+        **windows.llama_keys(spec),
         "attention_bias": layer.attention_bias,
         "mlp_bias": layer.mlp_bias,
         "no_rope_layers": [int(layer.rotary) for layer in spec.layers],
         "no_rope_layer_interval": 4,
         "rope_traditional": False,
-        "sliding_window": None,
-        "layer_types": ["full_attention"] * len(spec.layers),
     }

@@ -19,6 +19,7 @@ from pdconvert.lowering.contract import (
     FunctionShape,
     Interface,
     Part,
+    attention_roles,
     input_ports,
     output_ports,
     state_ports,
@@ -87,7 +88,9 @@ class Lowering:
     def _function(self, inputs: dict[str, Any], shape: FunctionShape, part: Part) -> list[Any]:
         hidden = inputs["hidden"] if "hidden" in inputs else self._embed(inputs["token_ids"])
         caches: dict[str, list[Any]] = {"k": [], "v": []}
-        rope_mask = [inputs["rope_cos"], inputs["rope_sin"], inputs["mask"]]
+        by_role = {
+            port.key: inputs[port.name] for port in input_ports(self.spec, shape, self.interface, part)
+        }
         held = {
             port.name: mb.read_state(input=inputs[port.name], name=f"{port.name}_before")
             for port in state_ports(self.spec, self.interface)
@@ -95,6 +98,7 @@ class Lowering:
         for index, block in enumerate(self.skeletons[part.first : part.last]):
             attends = shape.past and not isinstance(block.module, KeysValuesLayer)
             past = _past(block, index, shape, inputs, held) if attends else []
+            rope_mask = [by_role[role] for role in attention_roles(block.spec)]
             results = dict(
                 zip(block.outputs, self._block(block, shape, [hidden, *rope_mask, *past]), strict=True)
             )
@@ -140,7 +144,7 @@ class Lowering:
         """Lower one block: its graph with its constants; `inputs` beyond what it takes are left out."""
         key = signature(block, shape)
         if key not in self._graphs:
-            self._graphs[key] = export_block(block, self.spec.rope.dims, shape)
+            self._graphs[key] = export_block(block, self.spec.rope_of(block.spec).dims, shape)
         graph = self._graphs[key]
         values = dict(zip(graph.inputs, inputs[: len(graph.inputs)], strict=True))
         stored = self.load(block.name)

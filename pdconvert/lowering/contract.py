@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pdconvert.blocks import Head, KeysValuesLayer
-from pdconvert.model import ModelSpec
+from pdconvert.model import LayerSpec, ModelSpec
 from pdconvert.program import Block
 
 STATES = ("k_cache", "v_cache")
@@ -49,10 +49,20 @@ class Port:
     dtype: str = "fp16"
     role: str = ""
 
+    @classmethod
+    def of(cls, role: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Port:
+        """A port that is named after its role; Core ML's names have no dots."""
+        return cls(role.replace(".", "_"), shape, axes, role=role)
+
+    @property
+    def key(self) -> str:
+        """What the contract calls it."""
+        return self.role or self.name
+
     def manifest(self) -> dict[str, Any]:
-        """The port as the manifest lists it; the role is the name unless several ports share one."""
-        axes, shape, role = list(self.axes), list(self.shape), self.role or self.name
-        return {"name": self.name, "role": role, "shape": shape, "dtype": self.dtype, "axes": axes}
+        """The port as the manifest lists it; the role is the name unless several ports share one, or it has a dot."""
+        axes, shape = list(self.axes), list(self.shape)
+        return {"name": self.name, "role": self.key, "shape": shape, "dtype": self.dtype, "axes": axes}
 
 
 @dataclass(frozen=True)
@@ -106,19 +116,30 @@ def state_columns(shapes: Sequence[FunctionShape]) -> int:
     return -(-longest // STATE_STEP) * STATE_STEP
 
 
+def attention_roles(layer: LayerSpec) -> tuple[str, str, str]:
+    """Roles of the inputs that a layer's attention takes: cos, sin and mask."""
+    local, window = ".local" if layer.local_rope else "", ".window" if layer.window else ""
+    return f"rope_cos{local}", f"rope_sin{local}", f"mask{window}"
+
+
 def input_ports(
     spec: ModelSpec, shape: FunctionShape, interface: Interface, part: Part | None = None
 ) -> list[Port]:
-    """The inputs of a function, in the order of the contract."""
+    """The inputs of a function, in the order of the contract: RoPE tables and masks as its layers take them."""
     part = part or Part.whole(spec)
     tokens, past = shape.tokens, shape.past
-    rope = (1, 1, spec.rope.dims, tokens), ("1", "1", "rope_dim", "token")
     if interface.embedding == "graph" and part.starts:
         ports = [Port("token_ids", (1, tokens), ("1", "token"), "int32")]
     else:
         ports = [Port("hidden", (1, spec.hidden_size, 1, tokens), ("1", "hidden", "1", "token"))]
-    ports += [Port("rope_cos", *rope), Port("rope_sin", *rope)]
-    ports.append(Port("mask", (1, 1, shape.keys, tokens), ("1", "1", "key", "token")))
+    layers = spec.layers[part.first : part.last]
+    for layer in sorted(
+        {layer.local_rope: layer for layer in layers}.values(), key=lambda one: one.local_rope
+    ):
+        rope = (1, 1, spec.rope_of(layer).dims, tokens), ("1", "1", "rope_dim", "token")
+        ports += [Port.of(role, *rope) for role in attention_roles(layer)[:2]]
+    masks = sorted({attention_roles(layer)[2] for layer in layers})
+    ports += [Port.of(role, (1, 1, shape.keys, tokens), ("1", "1", "key", "token")) for role in masks]
     if interface.state_columns:
         ports.append(Port("write", (1, 1, tokens, interface.state_columns), ("1", "1", "token", "column")))
     elif past:

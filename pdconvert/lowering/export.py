@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,15 +32,17 @@ class BlockGraph:
 
 
 def signature(block: Block, shape: FunctionShape) -> tuple[Any, ...]:
-    """Equal for two blocks whose graphs are equal but for the weights."""
+    """Equal for two blocks whose graphs are equal but for the weights; which mask and RoPE come in is no matter."""
     parts = tuple((name, type(part).__name__, _numbers(part)) for name, part in block.module.named_modules())
     parameters = tuple((name, tuple(value.shape)) for name, value in block.module.named_parameters())
-    return block.spec, block.layout, shape, parts, parameters
+    spec = replace(block.spec, window=None, local_rope=False)
+    return spec, block.layout, shape, parts, parameters
 
 
 def _numbers(part: nn.Module) -> tuple[Any, ...]:
     """What of a part becomes a literal of the graph, or decides its ops."""
-    return tuple(getattr(part, name, None) for name in ("eps", "gain_is_one", "scale", "parts"))
+    names = ("eps", "gain_is_one", "scale", "parts", "divisor", "cap")
+    return tuple(getattr(part, name, None) for name in names)
 
 
 def export_block(block: Block, rope_dims: int, shape: FunctionShape) -> BlockGraph:

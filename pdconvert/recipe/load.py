@@ -17,6 +17,9 @@ from pdconvert.recipe.source import SourceSpec, parse_source
 from pdconvert.recipe.strict import input_error, near_miss
 from pdconvert.recipe.yaml_loader import parse_yaml
 from pdconvert.sources.files import read_json
+from pdconvert.sources.gguf_config import refuse_architecture
+from pdconvert.sources.gguf_header import read_architecture
+from pdconvert.sources.pieces import Pieces
 
 
 def shipped_recipes() -> tuple[str, ...]:
@@ -51,20 +54,36 @@ def load_recipe(name_or_path: str, *, source: str | None = None, overrides: Sequ
 def _refuse_early(source: Any, folder: Path) -> None:
     """Name an unsupported architecture before the imports that take seconds.
 
-    It looks at a random source's config and at a folder's config.json only; what is malformed or lies elsewhere
-    is for the recipe's and the source's own checks.
+    It looks at a config, or at the first lines of a GGUF file's metadata; what is malformed or lies elsewhere is
+    for the recipe's and the source's own checks.
     """
     if not isinstance(source, dict):
         return
-    config = source["random"].get("config") if isinstance(source.get("random"), dict) else None
-    if isinstance(source.get("path"), str):
-        try:
-            place = SourceSpec(path=source["path"]).anchored(folder).path
-            config = read_json(Path(str(place)) / "config.json")
-        except (InputError, ValidationError, OSError):
-            return  # the recipe's or the source's check says what is wrong with it
-    if isinstance(config, dict):
-        families.refuse_unsupported(config.get("model_type"))
+    try:
+        spec = SourceSpec(**source).anchored(folder)
+        config, metadata = _look(spec)
+    except (InputError, ValidationError, OSError, TypeError):
+        return  # the recipe's or the source's check says what is wrong with it
+    if metadata:
+        refuse_architecture(str(spec.gguf), metadata)
+    families.refuse_unsupported(config.get("model_type"))
+
+
+def _look(spec: SourceSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config of a source that is at hand, and the architecture's metadata of a GGUF file."""
+    if spec.random is not None:
+        return spec.random.config, {}
+    if spec.gguf is not None:
+        path = Path(spec.gguf)
+        return {}, read_architecture(Pieces((path,), path.name))
+    if spec.path is not None:
+        return read_json(Path(spec.path) / "config.json"), {}
+    if spec.hub is not None:
+        from pdconvert.sources.hub import cached
+
+        snapshot = cached(spec.hub, spec.revision)
+        return read_json(snapshot / "config.json") if snapshot else {}, {}
+    return {}, {}
 
 
 def recipe_from_data(data: Any, *, where: str, folder: Path | None = None) -> Recipe:

@@ -83,16 +83,16 @@ def fill_caches(
         One cache per layer, with the number of tokens as its offset.
 
     Raises:
-        InputError: another kind of cache than mlx-lm's KVCache, another number of layers, or raw keys for
-            a model without a RoPE module.
+        InputError: another kind of cache than mlx-lm's KVCache and RotatingKVCache, another number of layers, or
+            raw keys for a model without a RoPE module.
     """
     import mlx.core as mx
-    from mlx_lm.models.cache import KVCache, make_prompt_cache
+    from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
     caches = make_prompt_cache(model)
-    other = next((type(cache).__name__ for cache in caches if type(cache) is not KVCache), None)
+    other = next((type(one).__name__ for one in caches if type(one) not in (KVCache, RotatingKVCache)), None)
     if other:
-        raise InputError(f"mlx-lm decodes this model with a {other}, which the hand-off cannot fill yet")
+        raise InputError(f"mlx-lm decodes this model with a {other}, which the hand-off cannot fill")
     if kv is None or not kv.tokens:
         return caches
     if len(kv.keys) != len(caches):
@@ -100,25 +100,34 @@ def fill_caches(
             f"the package gives K and V of {len(kv.keys)} layers, decode/ has {len(caches)}; build again"
         )
     clock = clock or Clock()
+    steps = -(-max(kv.tokens, capacity) // CACHE_STEP) * CACHE_STEP
+    sizes = [min(steps, c.max_size) if isinstance(c, RotatingKVCache) else steps for c in caches]
+    firsts = [
+        max(0, kv.tokens - size) for size in sizes
+    ]  # a ring that is full holds the last tokens, the oldest first
     with clock.phase("rotate_s"):
-        turned = [_turned(layer, kv, keys) for layer, keys in zip(model.layers, kv.keys, strict=True)]
+        parts = zip(model.layers, kv.keys, firsts, strict=True)
+        turned = [_turned(layer, kv, keys, first) for layer, keys, first in parts]
         mx.eval(turned)
     with clock.phase("inject_s"):
-        steps = -(-max(kv.tokens, capacity) // CACHE_STEP) * CACHE_STEP
-        for cache, keys, values in zip(caches, turned, kv.values, strict=True):
-            cache.keys, cache.values = _buffer(keys, steps, dtype), _buffer(mx.array(values), steps, dtype)
+        for cache, keys, values, size, first in zip(caches, turned, kv.values, sizes, firsts, strict=True):
+            cache.keys = _buffer(keys, size, dtype)
+            cache.values = _buffer(mx.array(values[:, :, first:]), size, dtype)
             cache.offset = kv.tokens
+            if isinstance(cache, RotatingKVCache):
+                cache._idx = kv.tokens - first
         mx.eval([(cache.keys, cache.values) for cache in caches])
     return caches
 
 
-def _turned(layer: Any, kv: KeysValues, keys: np.ndarray) -> Any:
-    """The keys of a layer after RoPE."""
+def _turned(layer: Any, kv: KeysValues, keys: np.ndarray, first: int) -> Any:
+    """The keys of a layer after RoPE, from token `first` on."""
     import mlx.core as mx
 
+    kept = mx.array(keys[:, :, first:])
     if kv.form == "rotated":
-        return mx.array(keys)
-    return _rope(layer)(mx.array(keys).astype(mx.float32), offset=kv.start)
+        return kept
+    return _rope(layer)(kept.astype(mx.float32), offset=kv.start + first)
 
 
 def _rope(layer: Any) -> Any:

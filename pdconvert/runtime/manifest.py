@@ -12,6 +12,7 @@ import numpy as np
 from pdconvert import schema
 from pdconvert.errors import InputError
 from pdconvert.runtime.handoff import KeyForm
+from pdconvert.runtime.rope import Frequencies
 
 DECODE_FOLDER = "decode"
 
@@ -69,11 +70,20 @@ class RopeTable:
 
     Attributes:
         unrotated_layers: layers whose keys do not rotate.
+        local: a second rotary embedding and the layers that have it instead.
     """
 
     inv_freq: tuple[float, ...]
     attention_factor: float
     unrotated_layers: tuple[int, ...] = ()
+    local: Frequencies | None = None
+
+    def by_suffix(self, layers: int) -> dict[str, Frequencies]:
+        """The embeddings of a model of so many layers, by the suffix of their inputs' roles."""
+        local = self.local.layers if self.local else ()
+        rest = tuple(index for index in range(layers) if index not in {*self.unrotated_layers, *local})
+        main = Frequencies(self.inv_freq, self.attention_factor, rest)
+        return {"": main, ".local": self.local} if self.local else {"": main}
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,8 @@ class Manifest:
         eos_ids: tokens that end a text, as the build found them.
         hidden_size, vocab_size: geometry of the embedding.
         made_by: module path of a layer → the pass that made it, or "family"; empty for an older build.
+        window: tokens that a token sees in layers with a window, itself included; None without such layers.
+        max_positions: tokens that the model's positions are made for; None in an older build.
     """
 
     build: Path
@@ -108,6 +120,8 @@ class Manifest:
     hidden_size: int
     vocab_size: int
     made_by: Mapping[str, str]
+    window: int | None = None
+    max_positions: int | None = None
 
     @property
     def decode(self) -> Path:
@@ -161,6 +175,7 @@ def read_manifest(build: Path) -> Manifest:
             tuple(rope.numbers("inv_freq")),
             rope.number("attention_factor"),
             tuple(rope.integers("unrotated_layers")) if "unrotated_layers" in rope.values else (),
+            _local(rope.object("local")) if "local" in rope.values else None,
         ),
         embedding_scale=embedding.number("scale"),
         key_form=cast(KeyForm, kv.text("rope")),
@@ -171,7 +186,14 @@ def read_manifest(build: Path) -> Manifest:
         hidden_size=fields.integer("hidden_size"),
         vocab_size=fields.integer("vocab_size"),
         made_by=dict(fields.values.get("made_by", {}).get("layers", {})),
+        window=kv.object("window").integer("tokens") if "window" in kv.values else None,
+        max_positions=fields.integer("max_positions") if "max_positions" in fields.values else None,
     )
+
+
+def _local(rope: _Fields) -> Frequencies:
+    frequencies, layers = tuple(rope.numbers("inv_freq")), tuple(rope.integers("layers"))
+    return Frequencies(frequencies, rope.number("attention_factor"), layers)
 
 
 def _part(

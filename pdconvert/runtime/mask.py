@@ -9,9 +9,14 @@ MASKED = -4e4
 
 
 def causal_mask(
-    past_length: int, capacity: int, new_length: int, tokens: int, dtype: type[np.floating] = np.float16
+    past_length: int,
+    capacity: int,
+    new_length: int,
+    tokens: int,
+    dtype: type[np.floating] = np.float16,
+    window: int | None = None,
 ) -> np.ndarray:
-    """Which key each new token sees: every past one, and the new ones up to itself.
+    """Which key each new token sees: every past one, and the new ones up to itself, as far as its window goes.
 
     Keys come in the order [past, new]: key c < C is past token c, key C + j is new token j. Past columns
     from `past_length` on are unused and hidden. Padded rows follow the same rule, so each of them sees at
@@ -23,6 +28,7 @@ def causal_mask(
         new_length: real new tokens N, 1 ≤ N ≤ S.
         tokens: new columns S of the function.
         dtype: the graph's dtype.
+        window: tokens that a token sees, itself included; None for all.
 
     Returns:
         (1, 1, C + S, S): rows are keys, columns are queries; 0 where the query sees the key, else −4e4.
@@ -38,4 +44,7 @@ def causal_mask(
     mask[:past_length] = 0
     queries = np.arange(tokens)
     mask[capacity:][queries[:, None] <= queries] = 0
+    if window is not None:
+        positions = np.concatenate((np.arange(capacity), past_length + queries))
+        mask[positions[:, None] <= past_length + queries - window] = MASKED
     return mask[None, None]

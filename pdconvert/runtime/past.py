@@ -10,10 +10,7 @@ import numpy as np
 from pdconvert.errors import InputError
 from pdconvert.runtime.handoff import KeysValues
 from pdconvert.runtime.manifest import Function, Manifest, Port
-from pdconvert.runtime.rope import rope_tables, rotate_layers
-
-Tables = tuple[np.ndarray, np.ndarray]
-"""cos and sin of all positions from 0 on."""
+from pdconvert.runtime.rope import RopeTables
 
 Inputs = Mapping[str, Callable[[], np.ndarray]]
 """Makers of a call's inputs, by role."""
@@ -54,7 +51,7 @@ class Past(Protocol):
     def run(self, session: Any, inputs: Mapping[str, np.ndarray]) -> Mapping[str, Any]:
         """Run a call; `take` then tells what came out."""
 
-    def take(self, keys: np.ndarray, values: np.ndarray, rope: Tables) -> None:
+    def take(self, keys: np.ndarray, values: np.ndarray, rope: RopeTables) -> None:
         """Add the new tokens of the call that was run.
 
         Args:
@@ -62,7 +59,7 @@ class Past(Protocol):
             rope: tables of all positions from 0 on.
         """
 
-    def append(self, keys: np.ndarray, values: np.ndarray, rope: Tables) -> None:
+    def append(self, keys: np.ndarray, values: np.ndarray, rope: RopeTables) -> None:
         """Add tokens whose K and V come from elsewhere; arguments as of `take`."""
 
     def keys(self) -> np.ndarray:
@@ -83,11 +80,11 @@ class HostPast:
     def __init__(self, manifest: Manifest, kv: KeysValues | None):
         self.length = 0
         self._raw = manifest.key_form == "raw"
-        self._kv_heads, self._unrotated = manifest.kv_heads, manifest.rope.unrotated_layers
+        self._kv_heads = manifest.kv_heads
         empty = np.zeros((1, manifest.layers * manifest.kv_heads, manifest.head_dim, 0), np.float16)
         self.graph_keys = self.graph_values = self._raw_keys = empty
         if kv is not None:
-            tables = rope_tables(manifest.rope.inv_freq, manifest.rope.attention_factor, 0, kv.tokens)
+            tables = RopeTables(manifest.rope.by_suffix(manifest.layers), 0, kv.tokens)
             self.append(kv.graph_keys(), kv.graph_values(), tables)
 
     def reserve(self, columns: int) -> None:
@@ -110,11 +107,11 @@ class HostPast:
         """Run a call."""
         return session.run(inputs)
 
-    def take(self, keys: np.ndarray, values: np.ndarray, rope: Tables) -> None:
+    def take(self, keys: np.ndarray, values: np.ndarray, rope: RopeTables) -> None:
         """Add the new tokens of a call."""
         self.append(keys, values, rope)
 
-    def append(self, keys: np.ndarray, values: np.ndarray, rope: Tables) -> None:
+    def append(self, keys: np.ndarray, values: np.ndarray, rope: RopeTables) -> None:
         """Add columns (1, L·H_kv, D, n); raw keys are turned here for the graph's next past."""
         end = self.length + keys.shape[-1]
         if end > self.graph_keys.shape[-1]:
@@ -124,8 +121,7 @@ class HostPast:
         self.graph_values[..., span] = values
         if self._raw:
             # From the fp16 values that are handed on, so that it makes no difference whether they come from a call.
-            kept, (cos, sin) = self._raw_keys[..., span], (table[..., span] for table in rope)
-            self.graph_keys[..., span] = rotate_layers(kept, cos, sin, self._kv_heads, self._unrotated)
+            self.graph_keys[..., span] = rope.rotate(self._raw_keys[..., span], self._kv_heads, span)
         self.length = end
 
     def keys(self) -> np.ndarray:
@@ -186,7 +182,7 @@ class StatePast:
         """Run a call, which writes the new columns itself."""
         return session.run(inputs, self._state)
 
-    def take(self, keys: np.ndarray, values: np.ndarray, rope: Tables) -> None:
+    def take(self, keys: np.ndarray, values: np.ndarray, rope: RopeTables) -> None:
         """Count the new tokens of a call, whose columns the states hold already.
 
         An executor whose states hold more than fp16 gets them rounded, so that it makes no difference to the next
@@ -199,7 +195,7 @@ class StatePast:
             self._session.write_state(self._state, name, held)
         self.length = end
 
-    def append(self, keys: np.ndarray, values: np.ndarray, rope: Tables) -> None:
+    def append(self, keys: np.ndarray, values: np.ndarray, rope: RopeTables) -> None:
         """Write columns (1, L·H_kv, D, n) behind those that are there."""
         self._check(keys.shape[-1])
         self._store(keys, values)

@@ -19,7 +19,7 @@ from pdconvert.runtime.manifest import Manifest
 
 MAGIC = b"PDKV\r\n\x1a\n"
 """A file that was sent as text loses its line ends, and is refused for it."""
-SCHEMA = (1, 0)
+SCHEMA = (1, 1)
 """Major and minor version; a reader refuses a newer major one."""
 BLOCK_TOKENS = 128
 ALIGNMENT = 64
@@ -49,6 +49,7 @@ class Header:
         tokens: number of tokens whose K and V are in the file.
         token_ids_sha256: of these tokens' ids as little-endian int32.
         last_token_ids: what comes after them in the prompt: decoding begins by feeding these.
+        window: tokens that a token sees in layers with a window; None without such layers, as before version 1.1.
     """
 
     model_hash: str
@@ -65,6 +66,7 @@ class Header:
     tokens: int
     token_ids_sha256: str
     last_token_ids: tuple[int, ...]
+    window: int | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -135,6 +137,7 @@ class Header:
             raise InputError(f"{name}: its header is no JSON object; prefill the prompt again")
         known = [field.name for field in fields(cls)]
         unknown = [] if newer else [key for key in values if key not in known]
+        values = {"window": None, **values}
         missing = [key for key in known if key not in values]
         if missing or unknown:
             problem = f"{missing[0]} is missing" if missing else f"{unknown[0]} is not known"
@@ -182,7 +185,8 @@ def model_fields(manifest: Manifest) -> dict[str, Any]:
     Raises:
         InputError: the manifest has no `hash.store`.
     """
-    frequencies = np.asarray(manifest.rope.inv_freq, "<f8")
+    ropes = manifest.rope.by_suffix(manifest.layers).values()
+    frequencies = np.concatenate([np.asarray(rope.inv_freq, "<f8") for rope in ropes])
     return {
         "model_hash": store_hash(manifest),
         "rope_dims": 2 * len(manifest.rope.inv_freq),
@@ -193,6 +197,7 @@ def model_fields(manifest: Manifest) -> dict[str, Any]:
         "kv_heads": manifest.kv_heads,
         "head_dim": manifest.head_dim,
         "dtype": "fp16",
+        "window": manifest.window,
     }
 
 
@@ -235,6 +240,8 @@ def _bad_fields(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
         least = 0 if key in ("rope_dims", "tokens") else 1
         if not _is_integer(values[key]) or values[key] < least:
             yield key, f"an integer of at least {least}"
+    if values["window"] is not None and not (_is_integer(values["window"]) and values["window"] >= 1):
+        yield "window", "an integer of at least 1, or null"
     factor = values["rope_attention_factor"]
     if not isinstance(factor, int | float) or isinstance(factor, bool):
         yield "rope_attention_factor", "a number"

@@ -17,7 +17,7 @@ from pdconvert.runtime.manifest import Function, Manifest, Port
 from pdconvert.runtime.mask import MASKED, causal_mask
 from pdconvert.runtime.past import HostPast, Past, Session, StatePast
 from pdconvert.runtime.prefix_cache import PrefixCache
-from pdconvert.runtime.rope import rope_tables
+from pdconvert.runtime.rope import RopeTables
 
 Opener = Callable[[Function], Session]
 """Opens one function of the package."""
@@ -35,7 +35,7 @@ class Prefill:
         limit: longest prompt, in tokens.
         calls: how many times a function was run so far.
         cached_tokens: tokens whose K and V the cache gave so far.
-        rope: cos and sin (1, 1, D_rot, P) fp16 of all positions that a call can see.
+        rope: tables of all positions that a call can see.
     """
 
     manifest: Manifest
@@ -50,8 +50,7 @@ class Prefill:
         functions = self.manifest.functions.values()
         self.limit = reach(functions)
         longest = max(self.limit, self.manifest.longest_past) + max(item.tokens for item in functions)
-        rope = self.manifest.rope
-        self.rope = rope_tables(rope.inv_freq, rope.attention_factor, 0, longest)
+        self.rope = RopeTables(self.manifest.rope.by_suffix(self.manifest.layers), 0, longest)
 
     def session(self, function: Function) -> Session:
         """The session of a function, opened once."""
@@ -148,17 +147,17 @@ class Prefill:
         build: dict[str, Callable[[], np.ndarray]] = {
             "hidden": lambda: self.embedding.hidden(ids, function.tokens),
             "token_ids": lambda: _padded(ids, function.tokens),
-            "rope_cos": lambda: self.rope[0][..., span],
-            "rope_sin": lambda: self.rope[1][..., span],
             "mask": lambda: self._mask(past.length, function),
+            "mask.window": lambda: self._window_mask(past.length, function),
             "row": lambda: _one_hot(len(ids) - 1, function.tokens),
             **past.inputs(function, len(ids)),
         }
-        if port.role not in build:
+        tables = self.rope.inputs(span)
+        if port.role not in {*build, *tables}:
             raise InputError(
                 f"{function.name}: this version cannot fill the input {port.name} (role {port.role})"
             )
-        value = build[port.role]()
+        value = tables[port.role] if port.role in tables else build[port.role]()
         if value.shape != port.shape:
             raise InputError(
                 f"{function.name}: {port.name} is {port.shape}, the build's parts give {value.shape}"
@@ -173,6 +172,11 @@ class Prefill:
         mask[0, 0, : min(start, function.past)] = 0
         mask[0, 0, min(start, function.past) : function.past] = MASKED
         return mask
+
+    def _window_mask(self, start: int, function: Function) -> np.ndarray:
+        """The function's mask for layers with a window."""
+        past, tokens = min(start, function.past), function.tokens
+        return causal_mask(past, function.past, tokens, tokens, window=self.manifest.window)
 
     def _output(self, name: str, outputs: Mapping[str, Any], function: Function) -> np.ndarray:
         """`k` or `v`, (1, layers · kv_heads, head_dim, S), finite."""

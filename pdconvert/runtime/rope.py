@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -48,12 +49,59 @@ def rotate_half_split(keys: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.
     return np.concatenate((turned.astype(keys.dtype), keys[:, :, dims:]), 2)
 
 
-def rotate_layers(
-    keys: np.ndarray, cos: np.ndarray, sin: np.ndarray, kv_heads: int, unrotated: Sequence[int]
-) -> np.ndarray:
-    """RoPE on the keys of all layers, (1, layers · kv_heads, D, S), but for those that have none."""
-    turned = rotate_half_split(keys, cos, sin)
-    for layer in unrotated:
-        rows = slice(layer * kv_heads, (layer + 1) * kv_heads)
-        turned[:, rows] = keys[:, rows]
-    return turned
+@dataclass(frozen=True)
+class Frequencies:
+    """A rotary embedding: radians per token, one for each pair of channels.
+
+    Attributes:
+        attention_factor: factor in cos and sin.
+        layers: that turn by it.
+    """
+
+    inv_freq: tuple[float, ...]
+    attention_factor: float
+    layers: tuple[int, ...]
+
+
+class RopeTables:
+    """cos and sin of a run of positions for every rotary embedding of a model.
+
+    Args:
+        ropes: by the suffix of their inputs' roles: "", and ".local" where a model has a second one.
+        start, length: positions start … start + length − 1.
+        dtype: the graph's dtype.
+    """
+
+    def __init__(
+        self,
+        ropes: Mapping[str, Frequencies],
+        start: int,
+        length: int,
+        dtype: type[np.floating] = np.float16,
+    ):
+        self._ropes = ropes
+        self._tables = {
+            suffix: rope_tables(rope.inv_freq, rope.attention_factor, start, length, dtype)
+            for suffix, rope in ropes.items()
+        }
+
+    def inputs(self, span: slice) -> dict[str, np.ndarray]:
+        """The graph's inputs by role for some of the positions, each (1, 1, D_rot, S)."""
+        return {
+            f"{name}{suffix}": table[..., span]
+            for suffix, pair in self._tables.items()
+            for name, table in zip(("rope_cos", "rope_sin"), pair, strict=True)
+        }
+
+    def rotate(self, keys: np.ndarray, kv_heads: int, span: slice) -> np.ndarray:
+        """The keys of all layers, (1, layers · kv_heads, D, S), each turned by its layer's RoPE if it has one.
+
+        Args:
+            span: the keys' positions, counted from `start`.
+        """
+        turned = keys.copy()
+        for suffix, (cos, sin) in self._tables.items():
+            layers = np.array(self._ropes[suffix].layers, int)
+            rows = (layers[:, None] * kv_heads + np.arange(kv_heads)).ravel()
+            turned[:, rows] = rotate_half_split(keys[:, rows], cos[..., span], sin[..., span])
+        return turned

@@ -122,7 +122,7 @@ class Pair:
         if functions is None:
             from pdconvert.executors.mlx import DecodeModel
 
-            writer = Writer.open(manifest, DecodeModel.load(manifest.decode))
+            writer = Writer.open(manifest, DecodeModel.load(manifest.decode), manifest.max_positions)
         else:
             decoder = PackageDecoder(prefill, functions, executor)
             writer = Writer.open(manifest, decoder, decoder.context)

@@ -135,7 +135,7 @@ def decode_build(
     with clock.phase("read_s"):
         header, cache = read_pdkv(kv, manifest)
     with clock.phase("load_s"):
-        writer = Writer.open(manifest, DecodeModel.load(manifest.decode))
+        writer = Writer.open(manifest, DecodeModel.load(manifest.decode), manifest.max_positions)
     written = writer.write(
         cache, header.last_token_ids, max_tokens=max_tokens, sampling=sampling, clock=clock, on_text=on_text
     )

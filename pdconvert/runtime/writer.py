@@ -67,7 +67,8 @@ class Writer:
         tokenizer: of the decode folder.
         decoder: gives the logits.
         eos_ids: tokens that end a text: of manifest, config, generation config and tokenizer together.
-        context: how many tokens the decoder can be fed; None where nothing but memory limits it.
+        context: how many tokens the decoder can be fed: what its functions hold, or the model's positions; None
+            where nothing but memory limits it.
     """
 
     tokenizer: Tokenizer
@@ -153,7 +154,7 @@ class Writer:
             return max_tokens
         if prompt_tokens > self.context:
             raise InputError(
-                f"the prompt has {prompt_tokens} tokens, and the decoding functions of this build hold "
-                f"{self.context}; shorten it, build with a longer past, or decode with MLX"
+                f"the prompt has {prompt_tokens} tokens, and what decodes it holds {self.context}; shorten it, or, "
+                "with --decode package, build functions with a longer past"
             )
         return min(max_tokens, self.context + 1 - prompt_tokens)

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdconvert.errors import InputError
+from pdconvert.model import is_gain
 from pdconvert.sources.base import Source, TensorInfo
-from pdconvert.sources.files import copy_files, sha256_file, write_json
+from pdconvert.sources.files import copy_files, write_json
 from pdconvert.sources.gguf_config import architecture_of, build_config, build_generation_config
 from pdconvert.sources.gguf_header import GgufTensor, read_header
 from pdconvert.sources.gguf_tokenizer import check_tokenizer, save_tokenizer
+from pdconvert.sources.pieces import Pieces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,14 +26,12 @@ _CHUNK_ELEMENTS = 1 << 19
 
 _OUTER_MODULES = ("model.embed_tokens", "model.norm", "lm_head")
 _LAYER_MODULES = (
-    "input_layernorm",
     "self_attn.q_proj",
     "self_attn.k_proj",
     "self_attn.v_proj",
     "self_attn.o_proj",
     "self_attn.q_norm",
     "self_attn.k_norm",
-    "post_attention_layernorm",
     "mlp.gate_proj",
     "mlp.up_proj",
     "mlp.down_proj",
@@ -42,7 +42,7 @@ class GgufSource(Source):
     """A GGUF file.
 
     Args:
-        path: the file.
+        path: the file, or its pieces.
         label: names the source in errors; the path by default.
         licenses: licence files that belong to it.
 
@@ -53,10 +53,10 @@ class GgufSource(Source):
 
     no_tokenizer = "no tokenizer in its metadata; take a file that carries one"
 
-    def __init__(self, path: Path, label: str | None = None, licenses: Sequence[Path] = ()) -> None:
-        self.path = path
-        self.label = label or str(path)
-        header = read_header(path)
+    def __init__(self, path: Path | Pieces, label: str | None = None, licenses: Sequence[Path] = ()) -> None:
+        self.file = path if isinstance(path, Pieces) else Pieces((path,), path.name)
+        self.label = label or str(self.file)
+        header = read_header(self.file)
         self._metadata = header.metadata
         _check_types(self.label, header.tensors)
         self._arch_name, self._architecture = architecture_of(self.label, header.metadata)
@@ -81,11 +81,12 @@ class GgufSource(Source):
         return self._infos
 
     def hashes(self) -> dict[str, str]:
-        return {self.path.name: sha256_file(self.path)}
+        return {self.file.name: self.file.sha256()}
 
     def write_tokenizer(self, folder: Path) -> None:
         self.require_tokenizer()
-        save_tokenizer(self.path, self._metadata, folder)
+        with self.file.joined() as path:
+            save_tokenizer(path, self._metadata, folder)
         write_json(folder / "generation_config.json", self.generation_config)
         copy_files(self._licenses, folder)
 
@@ -101,6 +102,8 @@ class GgufSource(Source):
         heads = self._interleaved_heads(name)
         if heads:
             values = values.reshape(heads, tensor.shape[0] // heads // 2, 2, -1).swapaxes(1, 2)
+        if self._architecture.stored_gains and is_gain(name):
+            values = values - 1
         return torch.from_numpy(np.ascontiguousarray(values.reshape(tensor.shape)))
 
     def _read_rows(self, name: str, info: TensorInfo, ids: Sequence[int]) -> torch.Tensor:
@@ -132,7 +135,7 @@ class GgufSource(Source):
         width = tensor.shape[-1]
         result = np.empty((len(rows), width), dtype=np.float32)
         step = max(1, _CHUNK_ELEMENTS // width)
-        with self.path.open("rb") as file:
+        with self.file.open() as file:
             for first in range(0, len(rows), step):
                 runs = list(_runs(rows[first : first + step]))
                 raw = bytearray()
@@ -141,7 +144,7 @@ class GgufSource(Source):
                     raw += file.read(count * tensor.row_bytes)
                 if len(raw) != len(rows[first : first + step]) * tensor.row_bytes:
                     raise InputError(
-                        f"{self.path}: the file became shorter while it was read; download it again"
+                        f"{self.file}: the file became shorter while it was read; download it again"
                     )
                 blocks = np.frombuffer(raw, dtype=np.uint8).reshape(1, -1)
                 values = dequantize(blocks, GGMLQuantizationType[tensor.type_name])
@@ -150,7 +153,8 @@ class GgufSource(Source):
 
     def _named(self, tensors: dict[str, GgufTensor]) -> dict[str, GgufTensor]:
         """The tensors by Hugging Face name, in the file's order."""
-        names = _hugging_face_names(self._arch_name, self.config["num_hidden_layers"])
+        modules = [*self._architecture.norms, *_LAYER_MODULES]
+        names = _hugging_face_names(self._arch_name, self.config["num_hidden_layers"], modules)
         named = {}
         for gguf_name, tensor in tensors.items():
             if gguf_name == _ROPE_DIVISORS or _IGNORED_PART in gguf_name:
@@ -165,7 +169,7 @@ class GgufSource(Source):
         return named
 
 
-def _hugging_face_names(arch_name: str, layers: int) -> dict[str, str]:
+def _hugging_face_names(arch_name: str, layers: int, layer_modules: Sequence[str]) -> dict[str, str]:
     """GGUF module name -> Hugging Face module name, by the table of the `gguf` package."""
     from gguf import get_tensor_name_map
     from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
@@ -175,7 +179,7 @@ def _hugging_face_names(arch_name: str, layers: int) -> dict[str, str]:
     table = get_tensor_name_map(arch, layers)
     modules = [
         *_OUTER_MODULES,
-        *(f"model.layers.{i}.{name}" for i in range(layers) for name in _LAYER_MODULES),
+        *(f"model.layers.{i}.{name}" for i in range(layers) for name in layer_modules),
     ]
     found = ((table.get_name(module), module) for module in modules)
     return {gguf_name: module for gguf_name, module in found if gguf_name is not None}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdconvert.errors import InputError
+from pdconvert.families import EXPERTS, UNSUPPORTED
 from pdconvert.sources.gguf_header import GgufTensor
 
 
@@ -27,19 +28,79 @@ class Architecture:
         interleaved: whether llama.cpp stores the rows of q and k with RoPE pairs side by side, which
             reading has to undo.
         bias_flags: whether the config has `attention_bias` and `mlp_bias`.
+        activation: its key in the config, and its value.
+        norms: Hugging Face's names of a layer's norms on the residual stream.
+        stored_gains: whether llama.cpp adds 1 to norm weights, which Hugging Face's model does itself.
+        keys: metadata keys that only this architecture has.
     """
 
     model_type: str
     class_name: str
     interleaved: bool
     bias_flags: bool
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    stored_gains: bool = False
+    keys: frozenset[str] = frozenset()
 
 
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", interleaved=True, bias_flags=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", interleaved=False, bias_flags=False),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", interleaved=False, bias_flags=False),
+    "gemma3": Architecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        interleaved=False,
+        bias_flags=False,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        norms=(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        stored_gains=True,
+        keys=frozenset({"attention.sliding_window", "rope.freq_base_swa"}),
+    ),
 }
+
+REFUSED = {
+    "bert": "bert",
+    "dbrx": "dbrx",
+    "deepseek2": "deepseek_v2",
+    "ernie4_5-moe": "ernie4_5_moe",
+    "falcon-h1": "falcon_h1",
+    "gemma3n": "gemma3n",
+    "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
+    "granitehybrid": "granitemoehybrid",
+    "granitemoe": "granitemoe",
+    "hunyuan-moe": "hunyuan_v1_moe",
+    "jamba": "jamba",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
+    "llama4": "llama4",
+    "mamba": "mamba",
+    "mamba2": "mamba2",
+    "modern-bert": "modernbert",
+    "nemotron_h": "nemotron_h",
+    "olmoe": "olmoe",
+    "phimoe": "phimoe",
+    "qwen2moe": "qwen2_moe",
+    "qwen2vl": "qwen2_vl",
+    "qwen3moe": "qwen3_moe",
+    "qwen3next": "qwen3_next",
+    "qwen3vl": "qwen3_vl",
+    "qwen3vlmoe": "qwen3_vl_moe",
+    "rwkv6": "rwkv",
+    "rwkv7": "rwkv",
+    "t5": "t5",
+}
+"""Architectures that are refused in every form, by the model type that `families` has a reason for."""
+
+_GEMMA3_27B_LAYERS = 62
+"""The one Gemma 3 whose scores are scaled by hidden_size / heads and not by head_dim; GGUF does not say so."""
 
 _PLAIN_KEYS = {
     "embedding_length": "hidden_size",
@@ -67,12 +128,26 @@ def architecture_of(label: str, metadata: Mapping[str, Any]) -> tuple[str, Archi
         InputError: there is none, or it is not supported.
     """
     name = str(metadata.get("general.architecture"))
+    refuse_architecture(label, metadata)
     if name not in ARCHITECTURES:
         raise InputError(
             f"{label}: general.architecture {name!r} is not supported as GGUF ({', '.join(ARCHITECTURES)}); "
             "take the Hugging Face form of the model"
         )
     return name, ARCHITECTURES[name]
+
+
+def refuse_architecture(label: str, metadata: Mapping[str, Any]) -> None:
+    """Raise InputError for an architecture that is refused in every form.
+
+    Args:
+        metadata: of the file, at least what `read_architecture` gives.
+    """
+    name = str(metadata.get("general.architecture"))
+    experts = metadata.get(f"{name}.expert_count")
+    reason = EXPERTS if experts else UNSUPPORTED.get(REFUSED.get(name, ""))
+    if reason is not None:
+        raise InputError(f"{label}: general.architecture {name!r} is not supported: it is {reason}")
 
 
 def build_config(
@@ -98,7 +173,7 @@ def build_config(
         for key, value in metadata.items()
         if key.startswith(f"{prefix}.")
     }
-    _check_known(label, prefix, own)
+    _check_known(label, prefix, own, architecture.keys)
     own.setdefault("attention.head_count_kv", own.get("attention.head_count"))
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
@@ -119,15 +194,30 @@ def build_config(
     scaling = _rope_scaling(label, prefix, own, rope_divisors, config)
     if scaling:
         config["rope_scaling"] = scaling
-    config["hidden_act"] = "silu"
+    config[architecture.activation[0]] = architecture.activation[1]
     config["tie_word_embeddings"] = "output.weight" not in tensors
     if architecture.bias_flags:
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
+    if prefix == "gemma3":
+        config |= _gemma3_keys(label, own, config)
     for key, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
         if (value := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             config[f"{name}_token_id"] = value
     return config
+
+
+def _gemma3_keys(label: str, own: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Windows and scales; what GGUF leaves out is what every Gemma 3 has."""
+    large = config["num_hidden_layers"] == _GEMMA3_27B_LAYERS
+    width = config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
+    window = own.get("attention.sliding_window")
+    return {
+        "sliding_window": _number(label, "gemma3.attention.sliding_window", window),
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": _shortest(own.get("rope.freq_base_swa", 10000.0)),
+        "query_pre_attn_scalar": width,
+    }
 
 
 def build_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,10 +231,10 @@ def build_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _check_known(label: str, prefix: str, own: Mapping[str, Any]) -> None:
+def _check_known(label: str, prefix: str, own: Mapping[str, Any], more: frozenset[str]) -> None:
     for key, value in own.items():
         scaling = key.removeprefix("rope.scaling.") if key.startswith("rope.scaling.") else None
-        known = key in _PLAIN_KEYS or key in _OTHER_KEYS or scaling in _SCALING_KEYS
+        known = key in _PLAIN_KEYS or key in _OTHER_KEYS | more or scaling in _SCALING_KEYS
         if not known and value not in (0, False):
             shown = f"{value!r}" if not isinstance(value, list) else f"{len(value)} values"
             raise InputError(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import takewhile
 from typing import Any, BinaryIO
 
 from pdconvert.errors import InputError
-from pdconvert.sources.files import check_content
+from pdconvert.sources.pieces import Pieces
 
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -62,7 +63,7 @@ class _Cursor:
         size: of the file, bytes.
     """
 
-    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
+    def __init__(self, file: BinaryIO, path: Pieces, size: int) -> None:
         self._file = file
         self._path = path
         self._size = size
@@ -106,28 +107,19 @@ class _Cursor:
         return [self.value(element) for _ in range(count)]
 
 
-def read_header(path: Path) -> GgufHeader:
+def read_header(path: Pieces) -> GgufHeader:
     """Read the header of a GGUF file and check it against the file's size.
 
     Raises:
         InputError: the file is missing, empty, not GGUF, of another version or byte order, truncated,
             one part of several, or holds a type that the `gguf` package does not know.
     """
-    check_content(path)
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    path.check()
+    size = path.size
+    with path.open() as file:
         cursor = _Cursor(file, path, size)
-        if size < 24 or cursor.take(4) != b"GGUF":
-            raise InputError(f"{path}: not a GGUF file (it does not start with GGUF)")
-        version = cursor.number("I")
-        if version not in _VERSIONS:
-            order = " in big-endian order" if version in (v << 24 for v in _VERSIONS) else ""
-            raise InputError(f"{path}: GGUF version {version}{order}; expected 2 or 3, little-endian")
-        tensor_count, pair_count = cursor.number("Q"), cursor.number("Q")
-        metadata = {}
-        for _ in range(pair_count):
-            key = cursor.string()
-            metadata[key] = cursor.value(cursor.number("I"))
+        tensor_count, pair_count = _read_counts(cursor, path, size)
+        metadata = dict(_pairs(cursor, pair_count))
         parts = metadata.get("split.count", 0)
         if parts not in (0, 1):
             raise InputError(f"{path}: one part of {parts}; join them with `llama-gguf-split --merge`")
@@ -142,7 +134,38 @@ def read_header(path: Path) -> GgufHeader:
     return GgufHeader(metadata, tensors)
 
 
-def _read_entry(cursor: _Cursor, path: Path) -> tuple[str, tuple[int, ...], int, int]:
+def read_architecture(path: Pieces) -> dict[str, Any]:
+    """The metadata before the tokenizer's: what it is, and its sizes. Takes milliseconds, whatever the vocabulary.
+
+    Raises:
+        InputError: as of `read_header`, as far as is read.
+    """
+    path.check()
+    with path.open() as file:
+        cursor = _Cursor(file, path, path.size)
+        _, count = _read_counts(cursor, path, path.size)
+        return dict(takewhile(lambda pair: not pair[0].startswith("tokenizer."), _pairs(cursor, count)))
+
+
+def _read_counts(cursor: _Cursor, path: Pieces, size: int) -> tuple[int, int]:
+    """How many tensors and how many key-value pairs the file says that it has."""
+    if size < 24 or cursor.take(4) != b"GGUF":
+        raise InputError(f"{path}: not a GGUF file (it does not start with GGUF)")
+    version = cursor.number("I")
+    if version not in _VERSIONS:
+        order = " in big-endian order" if version in (v << 24 for v in _VERSIONS) else ""
+        raise InputError(f"{path}: GGUF version {version}{order}; expected 2 or 3, little-endian")
+    return cursor.number("Q"), cursor.number("Q")
+
+
+def _pairs(cursor: _Cursor, count: int) -> Iterator[tuple[str, Any]]:
+    """Key-value pairs, each read when it is asked for."""
+    for _ in range(count):
+        key = cursor.string()
+        yield key, cursor.value(cursor.number("I"))
+
+
+def _read_entry(cursor: _Cursor, path: Pieces) -> tuple[str, tuple[int, ...], int, int]:
     """(name, shape in the order of torch, type number, offset in the data)."""
     name = cursor.string()
     dimensions = cursor.number("I")
@@ -152,7 +175,7 @@ def _read_entry(cursor: _Cursor, path: Path) -> tuple[str, tuple[int, ...], int,
     return name, shape, cursor.number("I"), cursor.number("Q")
 
 
-def _placed(path: Path, size: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
+def _placed(path: Pieces, size: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
     """A tensor entry with its type's name and row size."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 

@@ -29,10 +29,10 @@ def open_hub(name: str, revision: str | None, *, weights: bool = True) -> HfDirS
             anything that `HfDirSource` refuses.
     """
     problem = "it is not in the cache"
-    cached = _cached(name, revision)
-    if cached is not None:
+    snapshot = cached(name, revision)
+    if snapshot is not None:
         try:
-            return _opened(name, cached, weights)
+            return _opened(name, snapshot, weights)
         except MissingFile as error:
             problem = f"its copy is incomplete ({error})"
     for pattern in ("*.safetensors", "*.bin") if weights else ("config.json",):
@@ -46,11 +46,11 @@ def open_hub(name: str, revision: str | None, *, weights: bool = True) -> HfDirS
 
 def open_cached(name: str, revision: str | None) -> HfDirSource | None:
     """The model as the cache has it, or None where its copy is absent or incomplete; no network is used."""
-    cached = _cached(name, revision)
-    if cached is None:
+    snapshot = cached(name, revision)
+    if snapshot is None:
         return None
     try:
-        return _opened(name, cached, weights=True)
+        return _opened(name, snapshot, weights=True)
     except MissingFile:
         return None
 
@@ -69,7 +69,7 @@ def _advice(name: str) -> str:
     )
 
 
-def _cached(name: str, revision: str | None) -> Path | None:
+def cached(name: str, revision: str | None) -> Path | None:
     """The snapshot in the cache, complete or not."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError, LocalEntryNotFoundError

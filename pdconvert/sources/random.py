@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdconvert import families
 from pdconvert.errors import InputError
 from pdconvert.sources.base import Source, TensorInfo
 from pdconvert.sources.checks import refuse_quantized_config
@@ -30,7 +31,7 @@ _EMBEDDING = (0.0, 1.0)
 """Mean and standard deviation of token embeddings."""
 
 _GAIN = (1.0, 0.1)
-"""Mean and standard deviation of norm gains."""
+"""Mean and standard deviation of norm gains; of the weights themselves where a family adds 1 to them, N(0, 0.1)."""
 
 _CHUNK_ELEMENTS = 1 << 20
 """About how many values one seed gives: few enough to read single rows cheaply."""
@@ -118,8 +119,10 @@ class RandomSource(Source):
 
         digest = hashlib.sha256(f"{self.seed}/{name}/{first}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        is_gain = dimensions == 1 and name.endswith("weight")
-        rows.normal_(*(_GAIN if is_gain else _EMBEDDING if "embed" in name else _WEIGHT), generator=generator)
+        mean, deviation = _EMBEDDING if "embed" in name else _WEIGHT
+        if dimensions == 1 and name.endswith("weight"):
+            mean, deviation = _GAIN[0] - self._gain_offset, _GAIN[1]
+        rows.normal_(mean, deviation, generator=generator)
         if name.endswith(_INTO_RESIDUAL):
             rows.div_(math.sqrt(2 * self.config.get("num_hidden_layers", 1)))
 
@@ -143,6 +146,11 @@ class RandomSource(Source):
                 f"{self.label}: config.bos_token_id and eos_token_id are both {bos}; give two ids"
             )
         self.generation_config = {"bos_token_id": bos, "eos_token_id": eos}
+
+    @cached_property
+    def _gain_offset(self) -> float:
+        """What the family adds to norm weights to make gains of them."""
+        return families.get(self.config).read_config(self.config).gain_offset
 
     @cached_property
     def _shapes(self) -> dict[str, TensorInfo]:

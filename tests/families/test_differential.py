@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from pdconvert import families
 from pdconvert.program import FAMILY_FLOOR_DB
 
+TRIES = 4
+"""Configs that are drawn for one case until one is not refused."""
+
 
 @pytest.fixture(params=families.names())
 def family(request: pytest.FixtureRequest) -> ModuleType:
@@ -33,11 +36,14 @@ def test_a_family_equals_hugging_face_on_whatever_it_does_not_refuse(family: Mod
         def choose(values: Any) -> Any:
             return data.draw(st.sampled_from(values))
 
-        config = draw_config(family, choose)
-        reason = refusal(family, config)
-        if reason is not None:
+        for _ in range(TRIES):
+            config = draw_config(family, choose)
+            reason = refusal(family, config)
+            if reason is None:
+                break
             event(reason.partition(";")[0][:60])
             refused += 1
+        else:
             return
         accepted += 1
         found = measure(config, choose)

@@ -22,7 +22,7 @@ from pdconvert import families
 from pdconvert.errors import InputError
 from pdconvert.families.config import reference_class
 from pdconvert.inventory import check_inventory
-from pdconvert.program import FAMILY_FLOOR_DB, Block, check_family, run_passes, worst_db
+from pdconvert.program import FAMILY_FLOOR_DB, Block, Probe, check_family, run_passes, worst_db
 from pdconvert.sources.random import RandomSource
 
 ADAPTING = (
@@ -65,7 +65,8 @@ def test_missing_values_take_hugging_faces_defaults(family: ModuleType) -> None:
     assert layer.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // layer.heads)
     assert layer.norm_eps == spec.norm_eps == config.rms_norm_eps
     rotary = reference_class(family.ROTARY)(config)
-    assert spec.rope.inv_freq == tuple(rotary.inv_freq.double().tolist())
+    frequencies = getattr(rotary, "inv_freq", getattr(rotary, "full_attention_inv_freq", None))
+    assert spec.rope.inv_freq == tuple(frequencies.double().tolist())
     default = CONFIG_MAPPING[name]().max_position_embeddings
     assert family.DEFAULTS["max_position_embeddings"] == default
 
@@ -85,18 +86,20 @@ def test_a_key_that_the_family_does_not_know_is_refused(family: ModuleType) -> N
     )
 
 
-def blocks_of(family: ModuleType) -> list[tuple[Block, dict[str, torch.Tensor]]]:
-    """One layer of each kind, and the head, with what Hugging Face computes."""
+def blocks_of(family: ModuleType) -> list[tuple[Block, Probe, dict[str, torch.Tensor]]]:
+    """One layer of each kind, and the head, with what they run on and what Hugging Face computes."""
     reference = reference_of(random_source(family.TINY))
     layers = reference.spec.layers
-    probe = probe_of(reference)
     blocks = [layer_block(reference, layers.index(spec)) for spec in dict.fromkeys(layers)]
-    return [(block, expected_outputs(reference, block, probe)) for block in (*blocks, head_block(reference))]
+    probes = [probe_of(reference, 12, layer=layers.index(spec)) for spec in dict.fromkeys(layers)]
+    return [
+        (block, probe, expected_outputs(reference, block, probe))
+        for block, probe in zip((*blocks, head_block(reference)), (*probes, probes[0]), strict=True)
+    ]
 
 
 def test_blocks_equal_hugging_face_plain_and_adapted(family: ModuleType) -> None:
-    probe = probe_of(reference_of(random_source(family.TINY)))
-    for block, expected in blocks_of(family):
+    for block, probe, expected in blocks_of(family):
         outputs, first = check_family(block, probe, expected)
         assert first.passed and first.previous_db >= FAMILY_FLOOR_DB
         adapted, outputs, steps = run_passes(block, ADAPTING, probe, expected, outputs)
@@ -109,10 +112,8 @@ def whole_model(family: ModuleType) -> tuple[dict[str, Any], dict[str, torch.Ten
     from transformers import AutoModelForCausalLM
 
     source = random_source(family.TINY)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(family.hf_config(source.config))
-    model.load_state_dict(source.values, strict=not source.config.get("tie_word_embeddings"), assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    model = AutoModelForCausalLM.from_config(family.hf_config(source.config))
+    model.load_state_dict(source.values, strict=not source.config.get("tie_word_embeddings"))
     with torch.no_grad():
         return source.config, source.values, model.eval()(tokens()[None]).logits[0]
 

@@ -47,6 +47,45 @@ PHI3_MINI = {
     "sliding_window": 2047,
     "tie_word_embeddings": False,
 }
+GEMMA = {
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "cache_implementation": "hybrid",
+    "tie_word_embeddings": True,
+}
+GEMMA2 = {
+    **GEMMA,
+    **sizes(2304, 9216, 26, 8, 4, 256000),
+    "model_type": "gemma2",
+    "hidden_act": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "max_position_embeddings": 8192,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+}
+GEMMA3 = {
+    **GEMMA,
+    **sizes(640, 2048, 18, 4, 1, 262144),
+    "model_type": "gemma3_text",
+    "_sliding_window_pattern": 6,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+    "max_position_embeddings": 32768,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": 512,
+    "use_bidirectional_attention": False,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen2.5-0.5B": {
         **sizes(896, 4864, 24, 14, 2, 151936),
@@ -126,6 +165,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "Phi-3-mini for short texts": {**PHI3_MINI, "max_position_embeddings": 2047},
+    "Phi-4-mini": {
+        **PHI3_MINI,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 36, "long_factor": [2.0] * 36},
+        "sliding_window": 262144,
+        "mlp_bias": False,
+        "max_position_embeddings": 131072,
+        "lm_head_bias": False,
+        "tie_word_embeddings": True,
+    },
+    "Gemma-3-270M": GEMMA3,
+    "Gemma-2-2B for short texts": {**GEMMA2, "max_position_embeddings": 4096},
 }
 
 
@@ -160,7 +211,7 @@ def test_a_published_config_is_read_as_it_is(name: str) -> None:
             "num_key_value_heads",
         )
     )
-    assert spec.rope.inv_freq[1] == pytest.approx(config["rope_theta"] ** (-2 / layer.head_dim))
+    assert spec.rope.inv_freq[1] == pytest.approx(config["rope_theta"] ** (-2 / spec.rope.dims))
     assert spec.head_dim == config.get("head_dim", spec.hidden_size // layer.heads)
 
 
@@ -171,22 +222,24 @@ def test_what_sets_a_family_apart_is_in_its_spec() -> None:
     assert (granite.embedding_scale, granite.logits_divisor) == (12.0, 8.0)
     assert (granite.layers[0].attention_scale, granite.layers[0].residual_multiplier) == (0.015625, 0.22)
     assert read(PUBLISHED["SmolLM3-3B"]).unrotated_layers == tuple(range(3, 36, 4))
-    assert read(PUBLISHED["OLMo-2-1B"]).layers[0].post_norms
+    assert read(PUBLISHED["OLMo-2-1B"]).layers[0].norms == "behind"
+    phi4 = read(PUBLISHED["Phi-4-mini"])
+    assert (phi4.max_positions, phi4.rope.dims) == (4096, 72)
+    assert phi4.rope.attention_factor == pytest.approx((1 + 5 / 12) ** 0.5)
+    gemma = read(PUBLISHED["Gemma-3-270M"])
+    assert gemma.embedding_scale == 25.25
+    assert (gemma.window, gemma.window_layers) == (512, tuple(i for i in range(18) if i % 6 != 5))
+    assert gemma.local_rope is not None and gemma.local_layers == gemma.window_layers
+    assert read(PUBLISHED["Gemma-2-2B for short texts"]).layers[0].score_cap == 50.0
 
 
 def test_published_models_that_need_what_is_missing_are_refused() -> None:
     with pytest.raises(InputError, match="sliding_window 2047 is not supported for phi3: .* at most 2047"):
         read(PHI3_MINI)
-    longrope = {"type": "longrope", "short_factor": [1.0] * 36, "long_factor": [2.0] * 36}
-    phi4 = {
-        "partial_rotary_factor": 0.75,
-        "rope_scaling": longrope,
-        "sliding_window": 262144,
-        "mlp_bias": False,
-    }
-    phi4 |= {"max_position_embeddings": 131072, "lm_head_bias": False, "tie_word_embeddings": True}
-    with pytest.raises(InputError, match="rope type 'longrope' is not supported for phi3"):
-        read({**PHI3_MINI, **phi4})
+    with pytest.raises(InputError, match="sliding_window 4096 is not supported for gemma2: .* at most 4096"):
+        read(GEMMA2)
+    with pytest.raises(InputError, match="model_type 'gemma3' is not supported: it is a model with an image"):
+        read({"model_type": "gemma3", "text_config": GEMMA3, "vision_config": {}})
     first_mistral = {"max_position_embeddings": 32768, "sliding_window": 4096}
     with pytest.raises(InputError, match="sliding_window 4096 is not supported for mistral"):
         read({**PUBLISHED["Mistral-7B-v0.3"], **first_mistral})

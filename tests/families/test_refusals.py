@@ -14,10 +14,10 @@ from pdconvert import families
 from pdconvert.errors import InputError
 
 LONG = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
-WINDOW = (
-    "masks of windows are missing; set max_position_embeddings to at most 64 to convert it for texts of that "
-    "length"
-)
+"""What phi3's tiny config holds: 12 of 16 channels rotate."""
+SHORTER = "set max_position_embeddings to at most 64 to convert it for texts of that length"
+NO_WINDOWS = f"has no windows, so decode would differ; {SHORTER}"
+EVERY_LAYER = f"mlx-lm's llama, which decodes it, cannot have a window in every layer; {SHORTER}"
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "free head_dim of qwen2": (
@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "window layers of qwen2": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-        f"sliding_window 64 from layer 1 on is not supported for qwen2: {WINDOW}",
+        f"sliding_window 64 is not supported for qwen2: mlx-lm's qwen2 {NO_WINDOWS}",
     ),
     "layer types of qwen3": (
         "qwen3",
@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "sliding_window": 64,
             "layer_types": ["full_attention", "sliding_attention"],
         },
-        f"sliding_window 64 of layers of type sliding_attention is not supported for qwen3: {WINDOW}",
+        f"sliding_window 64 is not supported for qwen3: mlx-lm's qwen3 {NO_WINDOWS}",
     ),
     "layer types against the flag": (
         "qwen3",
@@ -62,25 +62,115 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"layer_types": ["full_attention"]},
         "layer_types must name full_attention or sliding_attention for each of the 2 layers, not ['full_attention']",
     ),
-    "layers without RoPE and a window": (
+    "layer types of another kind": (
+        "ministral",
+        {"layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+        "layer_types must name full_attention or sliding_attention for each of the 3 layers, not ['full_attention', "
+        "'chunked_attention', 'full_attention']",
+    ),
+    "windows in every layer of smollm3": (
         "smollm3",
-        {"use_sliding_window": True, "sliding_window": 64},
-        f"sliding_window 64 of layers of type sliding_attention is not supported for smollm3: {WINDOW}",
+        {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3},
+        f"sliding_window 64 is not supported for smollm3: {EVERY_LAYER}",
     ),
     "window of mistral": (
         "mistral",
         {"sliding_window": 64},
-        f"sliding_window 64 is not supported for mistral: {WINDOW}",
+        f"sliding_window 64 is not supported for mistral: {EVERY_LAYER}",
     ),
     "window of phi3": (
         "phi3",
         {"sliding_window": 64},
-        f"sliding_window 64 is not supported for phi3: {WINDOW}",
+        f"sliding_window 64 is not supported for phi3: mlx-lm's phi3 {NO_WINDOWS}",
     ),
     "window a flag": (
         "mistral",
         {"sliding_window": True},
         "sliding_window must be a positive integer or null, not True",
+    ),
+    "window of gemma2": (
+        "gemma2",
+        {"sliding_window": 64},
+        f"sliding_window 64 is not supported for gemma2: mlx-lm's gemma2 {NO_WINDOWS}",
+    ),
+    "no window of gemma3": (
+        "gemma3_text",
+        {"sliding_window": None},
+        "sliding_window must be a positive integer, not None",
+    ),
+    "no layer without a window": (
+        "gemma3_text",
+        {"layer_types": None, "sliding_window_pattern": 6},
+        "layers [] of type full_attention are not supported: mlx-lm's gemma3_text wants every n-th layer to be one, "
+        "and at least one of them",
+    ),
+    "layers without a window in no order": (
+        "gemma3_text",
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "layers [0, 2] of type full_attention are not supported: mlx-lm's gemma3_text wants every n-th layer to be "
+        "one, and at least one of them",
+    ),
+    "a scaled RoPE in window layers": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+            }
+        },
+        "rope type 'linear' in window layers is not supported: mlx-lm's gemma3_text scales the RoPE of the other "
+        "layers only",
+    ),
+    "capped logits of gemma3": (
+        "gemma3_text",
+        {"final_logit_softcapping": 30.0},
+        "final_logit_softcapping=30.0 is not supported by the gemma3_text family",
+    ),
+    "attention to both sides": (
+        "gemma3_text",
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention=True is not supported by the gemma3_text family",
+    ),
+    "biases of gemma3": (
+        "gemma3_text",
+        {"attention_bias": True},
+        "attention_bias=true is not supported: mlx-lm's gemma3_text has no biases, so decode would fail",
+    ),
+    "scores without a cap": (
+        "gemma2",
+        {"attn_logit_softcapping": None},
+        "attn_logit_softcapping null is not supported: mlx-lm's gemma2 always caps",
+    ),
+    "a head of its own": (
+        "gemma2",
+        {"tie_word_embeddings": False},
+        "tie_word_embeddings false is not supported: mlx-lm's gemma2 has no head of its own",
+    ),
+    "scaled RoPE of gemma2": (
+        "gemma2",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope type 'linear' is not supported for gemma2: mlx-lm's gemma2 reads rope_theta only, so decode would differ",
+    ),
+    "another activation of gemma2": (
+        "gemma2",
+        {"hidden_activation": "silu"},
+        "hidden_activation 'silu' is not supported: mlx-lm's gemma2 computes gelu_pytorch_tanh only",
+    ),
+    "two bases of olmo3": (
+        "olmo3",
+        {"rope_theta": 10000},
+        "rope_theta 10000 is not supported for olmo3: Hugging Face takes 500000 in window layers, mlx-lm one for all, "
+        "so prefill and decode would differ",
+    ),
+    "one kind of layers": (
+        "olmo3",
+        {"layer_types": ["sliding_attention"] * 3},
+        "layer_types with sliding_attention alone is not supported: mlx-lm's olmo3 needs both kinds",
+    ),
+    "no window of olmo3": (
+        "olmo3",
+        {"sliding_window": None},
+        "sliding_window must be a positive integer, not None",
     ),
     "biases of qwen3": (
         "qwen3",
@@ -88,16 +178,36 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "attention_bias=true is not supported: mlx-lm's qwen3 has no biases, so decode would fail",
     ),
     "mrope of qwen2": ("qwen2", {"use_mrope": True}, "use_mrope=True is not supported by the qwen2 family"),
-    "longrope": (
+    "longrope with a factor of its own": (
         "phi3",
+        {"rope_scaling": {**LONG, "attention_factor": 1.2}},
+        "rope attention_factor=1.2 is not supported for phi3: mlx-lm computes it from max_position_embeddings, so "
+        "decode would differ",
+    ),
+    "longrope without a set": (
+        "phi3",
+        {"rope_scaling": {"type": "su", "long_factor": [4.0] * 6}},
+        "rope type 'su' needs a list of positive numbers short_factor",
+    ),
+    "longrope with a set too small": (
+        "phi3",
+        {"rope_scaling": {**LONG, "long_factor": [4.0] * 8}},
+        "rope long_factor has 8 numbers, and 6 pairs of channels rotate",
+    ),
+    "longrope with a key that nobody reads": (
+        "phi3",
+        {"rope_scaling": {**LONG, "beta_fast": 32}},
+        "rope type 'default' has no parameter beta_fast; remove it",
+    ),
+    "longrope elsewhere": (
+        "llama",
         {"rope_scaling": LONG},
-        "rope type 'longrope' is not supported for phi3: Hugging Face computes short prompts with short_factor, "
-        "mlx-lm every prompt with long_factor, so prefill and decode would differ",
+        "rope type 'longrope' is not supported; supported: default, linear, llama3, yarn",
     ),
     "linear RoPE of phi3": (
         "phi3",
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope type 'linear' is not supported for phi3; supported: default",
+        "rope type 'linear' is not supported for phi3; supported: default, longrope",
     ),
     "half a pair": (
         "phi3",
@@ -169,9 +279,13 @@ def test_a_window_that_hugging_face_assumes_is_refused_too() -> None:
     family = families.get({"model_type": "mistral"})
     config = {key: value for key, value in family.TINY.items() if key != "sliding_window"}
     assert family.read_config(config) == family.read_config(family.TINY)
+    longer = {**config, "max_position_embeddings": 8192}
     with pytest.raises(InputError) as error:
-        family.read_config({**config, "max_position_embeddings": 8192})
-    assert "sliding_window 4096 (Hugging Face's default where the key is absent) is not" in str(error.value)
+        family.decode_config(longer, family.read_config(longer))
+    assert (
+        "sliding_window 4096 is not supported for mistral: it is Hugging Face's value where the key is"
+        in str(error.value)
+    )
 
 
 HARMLESS = {
@@ -193,6 +307,27 @@ HARMLESS = {
         {
             "partial_rotary_factor": None,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "gemma3's layers by their pattern": (
+        "gemma3_text",
+        {"layer_types": None, "sliding_window_pattern": 2},
+    ),
+    "gemma3's RoPE in the new form": (
+        "gemma3_text",
+        {
+            "rope_theta": None,
+            "rope_local_base_freq": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 20000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "yarn's own factor where it is what the other gives": (
+        "olmo3",
+        {
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
         },
     ),
     "more entries than layers": ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 0]}),

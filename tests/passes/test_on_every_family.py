@@ -48,9 +48,9 @@ GRAPH = (FoldAttentionScale(), ScaleResidual(0.25), TruncateLastLayer(), FixShap
 @pytest.mark.parametrize("name", families.names())
 def test_every_pass_in_order_keeps_its_promise(name: str) -> None:
     one = reference(name)
-    probe = probe_of(one, tokens=7)
     specs = one.spec.layers
     for spec in dict.fromkeys(specs):
+        probe = probe_of(one, tokens=7, layer=specs.index(spec))
         block = layer_block(one, specs.index(spec), raw_keys=True)
         for rewrite in (*SHARED, *GRAPH):
             block = check_pass(rewrite, block, probe)

@@ -119,9 +119,7 @@ class TestContext:
         assert (exact.stop_reason, exact.token_ids) == ("length", result.token_ids)
 
     def test_a_prompt_beyond_it_is_refused_before_it_is_prefilled(self, folder, monkeypatch):
-        message = (
-            f"^the prompt has 258 tokens, and the decoding functions of this build hold {CONTEXT}; shorten"
-        )
+        message = f"^the prompt has 258 tokens, and what decodes it holds {CONTEXT}; shorten"
         assert run_build(folder, prompt_text(LIMIT), max_tokens=1).prompt_tokens == LIMIT
         monkeypatch.setattr(Prefill, "run", None)
         with pytest.raises(InputError, match=message):

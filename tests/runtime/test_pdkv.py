@@ -20,7 +20,7 @@ from pdconvert.runtime.pdkv import PdkvReader, encode, read_pdkv, write_pdkv
 from pdconvert.runtime.pdkv_header import FRAME, MAGIC, PREFIX, Header, seal
 from pdconvert.runtime.split_run import prefill_build
 
-GOLDEN_SHA256 = "ec9342a1360f8899b07ac23396d528c75a4dd6f1e69dfe9a9da7bbcfe4c10fb6"
+GOLDEN_SHA256 = "3e74301bac9ae6bcc7ea3f83772b284b46692ac161cc6c6d70854ad628de8477"
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +98,7 @@ class TestFormat:
             "tokens": 300,
             "token_ids_sha256": hashlib.sha256(np.array(ids[:300], "<i4").tobytes()).hexdigest(),
             "last_token_ids": (ids[300],),
+            "window": None,
         }
         assert (header.prompt_tokens, header.blocks) == (301, 3)
 
@@ -175,7 +176,7 @@ class TestFormat:
         header = replace(header, rope_inv_freq_sha256="f", token_ids_sha256="t")
         values = np.arange(48, dtype=np.float16).reshape(2, 1, 1, 2, 3, 4)
         content = b"".join(encode(header, KeysValues(tuple(values[0]), tuple(values[1]))))
-        assert content[:16] == MAGIC + bytes([1, 0, 0, 0]) + (336).to_bytes(4, "little")
+        assert content[:16] == MAGIC + bytes([1, 0, 1, 0]) + (336).to_bytes(4, "little")
         assert hashlib.sha256(content).hexdigest() == GOLDEN_SHA256
 
     def test_keys_and_values_that_are_not_the_headers_are_a_mistake(self, manifest):
@@ -313,7 +314,7 @@ class TestRefusals:
     def test_other_versions(self, manifest):
         content = file_bytes(manifest, 2)
         for major in (0, 2):
-            message = rf"^kv.pdkv: schema is {major}\.0, and this version reads 1\.0; use the pdconvert that wrote it"
+            message = rf"^kv.pdkv: schema is {major}\.0, and this version reads 1\.1; use the pdconvert that wrote it"
             with pytest.raises(InputError, match=message):
                 read_bytes(with_schema(content, major, 0), manifest)
         newer = with_schema(with_header(content, colour="red"), 1, 7)

@@ -126,7 +126,7 @@ def test_unknown_divisors_are_refused(tmp_path: Path) -> None:
         ({"llama.block_count": 1.0}, "llama.block_count: 1.0; expected one number"),
         ({"llama.attention.head_count": 0}, "llama.attention.head_count: 0; expected one number"),
         ({"general.alignment": 0}, "general.alignment is 0"),
-        ({"llama.expert_count": 8}, "llama.expert_count (8) is not supported"),
+        ({"llama.expert_count": 8}, "architecture 'llama' is not supported: it is a mixture of experts"),
         ({"llama.attention.scale": 0.5}, "llama.attention.scale (0.5) is not supported"),
         (
             {"llama.rope.dimension_count": 8, "llama.attention.key_length": 16},
@@ -154,9 +154,10 @@ def test_a_key_that_says_no_is_accepted(tmp_path: Path) -> None:
 
 
 def test_an_unsupported_architecture(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": torch.zeros(8, 8)}, {}, arch="mamba")
-    with pytest.raises(InputError, match="general.architecture 'mamba' is not supported as GGUF"):
-        opened(path)
+    for arch, reason in (("mamba", ": it is state-space"), ("phi3", " as GGUF")):
+        path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": torch.zeros(8, 8)}, {}, arch=arch)
+        with pytest.raises(InputError, match=f"general.architecture '{arch}' is not supported{reason}"):
+            opened(path)
 
 
 def test_a_tensor_without_a_place(tmp_path: Path) -> None:
