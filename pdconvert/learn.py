@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from pdconvert.errors import CheckFailed
@@ -130,9 +129,7 @@ def learn(
     def layer(hidden: Tensor, index: int) -> Tensor:
         values = {name: item.value() for name, item in learned[index].items()} | fixed[index]
         state = reference_state(values, reference.family, index, reference.spec)
-        return reference.run(
-            lambda x, **options: functional_call(originals[index], state, (x,), options), hidden
-        )[0]
+        return reference.run(originals[index], hidden, state=state)[0]
 
     optimizer = torch.optim.AdamW(
         [item.delta for tensors in learned for item in tensors.values()], lr=rate, betas=BETAS, weight_decay=0

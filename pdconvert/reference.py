@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from pdconvert.blocks import softcap
 from pdconvert.families.config import reference_class
@@ -103,11 +104,17 @@ class Reference:
         return self.rotary(torch.zeros(1), positions[None], kind)
 
     def run(
-        self, layer: Callable[..., Tensor], hidden: Tensor, start: int = 0, cache: Capture | None = None
+        self,
+        layer: nn.Module,
+        hidden: Tensor,
+        start: int = 0,
+        cache: Capture | None = None,
+        state: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Capture]:
         """Run a layer causally, within its window, on (B, S, H) at positions start, start + 1, …
 
-        No weight of a reference needs a gradient; where `hidden` or a functional layer does, it flows through.
+        Args:
+            state: parameters by name to use instead of the layer's own; gradients flow to them.
 
         Returns:
             The new hidden states and the cache with all keys (rotated) and values.
@@ -120,7 +127,8 @@ class Reference:
         mask = (hides.triu(start + 1) + (hides.tril(start - window) if window else 0))[None, None]
         positions = torch.arange(start, start + length)
         rope = tuple(table.to(hidden.device) for table in self.rope(positions, index))
-        output = layer(hidden, attention_mask=mask.to(hidden.device), position_embeddings=rope, cache=cache)
+        options = {"attention_mask": mask.to(hidden.device), "position_embeddings": rope, "cache": cache}
+        output = functional_call(layer, state, (hidden,), options) if state else layer(hidden, **options)
         return output, cache
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:

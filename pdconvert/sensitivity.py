@@ -77,7 +77,7 @@ def _inputs(
 
     def probe(window: Tensor) -> Probe:
         positions = torch.arange(window.shape[1])
-        cos, sin = reference.rope(positions)
+        cos, sin = reference.rope(positions, index)
         return Probe(window, positions, cos[0], sin[0])
 
     calibration = Calibration(hidden, hidden, probe, device)
