@@ -40,9 +40,11 @@ def main() -> None:
     """Write the checkpoint."""
     parser = argparse.ArgumentParser(description="Write dithered SmolLM2-135M as a Hugging Face folder.")
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+    parser.add_argument("--source", help="where the weights are, if not in the installed package")
+    args = parser.parse_args()
+    folder = args.folder
     folder.mkdir(parents=True)
-    source = open_source(load_recipe("smollm2-135m").source)
+    source = open_source(load_recipe("smollm2-135m", source=args.source).source)
     tensors = {name: source.read(name) for name in source.tensors()}
     draw = torch.Generator().manual_seed(0)
     for layer in range(source.config["num_hidden_layers"]):
