@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from pdconvert.blocks import rewrite
 from pdconvert.errors import InputError
 from pdconvert.program import Block
-from pdconvert.quant.grid import FP16_MAX, Record, decode_group, quantize_symmetric
+from pdconvert.quant.grid import (
+    FP16_MAX,
+    LutLinear,
+    QuantizedLinear,
+    Record,
+    decode_group,
+    quantize_symmetric,
+)
 from pdconvert.quant.grids import IntegerGrid, TableGrid, integer_grid, table_grid
 
 if TYPE_CHECKING:
@@ -167,6 +174,22 @@ class QuantizeWeights:
         grid = self._grid(matrix, gram, path)
         columns = torch.arange(matrix.shape[1], device=matrix.device)
         return grid.values(gptq(matrix, gram, grid), columns)
+
+    def blank(self, path: str, shape: tuple[int, int], device: str = "cpu") -> Record:
+        """A record of zeros in the form that a weight (O, I) gets; for what depends on the form alone.
+
+        Args:
+            path: block and name, which decide the bits.
+            device: "meta" for no memory.
+        """
+        (outputs, inputs), width = shape, self._bits(path)
+        if self.form == "lut":
+            rows = self._rows(outputs, width)
+            tables = torch.zeros((outputs // rows, 1 << width), dtype=torch.float16, device=device)
+            return LutLinear(torch.zeros(shape, dtype=torch.uint8, device=device), tables, width, rows)
+        group = self._group(inputs)
+        scales = torch.zeros((outputs, inputs // group if group else 1), dtype=torch.float16, device=device)
+        return QuantizedLinear(torch.zeros(shape, dtype=torch.int8, device=device), scales, width, group)
 
     def stored_bits(self, shape: tuple[int, int], width: int) -> float:
         """Bits of a weight (O, I) at a width: codes with their scales or tables."""

@@ -152,7 +152,13 @@ def build(
 
 
 def peak_bytes() -> int:
-    """Peak resident size of this process so far."""
+    """Peak resident size of this process so far.
+
+    On Linux `ru_maxrss` would count the process that started this one, if that is larger.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(status.read_text(encoding="ascii").partition("VmHWM:")[2].split()[0])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -33,7 +33,7 @@ from pdconvert.recipe import (
     Recipe,
     SourceSpec,
 )
-from pdconvert.recipe.model import SplitModel
+from pdconvert.recipe.model import CalibrationText, SplitModel
 
 ROOT = Path(__file__).parents[1]
 RECIPES, PASSES_PAGE = ROOT / "docs" / "recipes.md", ROOT / "docs" / "passes.md"
@@ -49,6 +49,7 @@ SECTIONS: dict[str, type] = {
     "decode": Decode,
     "gates": Gates,
     "probe": Probe,
+    "calibration": CalibrationText,
 }
 """Every part of a recipe by its path, in the order of the file."""
 
@@ -102,6 +103,8 @@ def _model_table(model: Any) -> str:
     rows = []
     for name, field in model.model_fields.items():
         default = "required" if field.is_required() else _default(field.default)
+        if field.default_factory is not None:
+            default = "its defaults"
         limits = [f"{mark} {value}" for mark, value in _limits(field.metadata)]
         kind = ", ".join([type_text(hints[name]), *limits])
         rows.append((f"`{name}`", kind, default, meanings[name]))
@@ -140,6 +143,8 @@ def _pass(cls: Any) -> Iterator[str]:
 
 
 def _pass_default(field: Any) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return "none"
     return "required" if field.default is dataclasses.MISSING else _default(field.default)
 
 

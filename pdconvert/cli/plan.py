@@ -58,7 +58,7 @@ def _text(found: Forecast) -> str:
         (
             "K and V",
             size_text(found.decode.kv_bytes),
-            f"a token; {size_text(found.decode.kv_bytes * found.context)} for all {found.context:,} positions",
+            f"a token; {size_text(found.decode.cache_bytes(found.context))} for all {found.context:,} positions",
         ),
         ("build, peak memory", size_text(found.memory.peak), f"in {found.memory.peak_in}"),
     ]

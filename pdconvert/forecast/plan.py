@@ -83,7 +83,7 @@ class Forecast:
             "kv": {
                 "bytes_per_token": self.decode.kv_bytes,
                 "context": self.context,
-                "context_bytes": self.decode.kv_bytes * self.context,
+                "context_bytes": self.decode.cache_bytes(self.context),
             },
             "build": {"peak_bytes": self.memory.peak, "peak_in": self.memory.peak_in},
             "functions": [
@@ -164,6 +164,10 @@ def _without_auto(plan: Plan) -> tuple[Plan, list[str]]:
                 raise InputError(f"recipe: {item.name}: `auto` chose nothing for the largest ranges")
             notes.append(f"{item.name}: auto is decided by the build; counted as if it were needed")
             item = chosen
+        if getattr(item, "calibrated", False):
+            notes.append("quantize_weights: memory and time of calibration are not counted")
+        if getattr(item, "budget", None):
+            notes.append("quantize_weights: the budget is spent by the build; counted at the scheme's width")
         passes.append(item)
     return replace(plan, passes=tuple(passes)), notes
 

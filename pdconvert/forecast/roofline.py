@@ -50,7 +50,8 @@ def predict(
         context: tokens of a full cache.
     """
     speeds = [
-        chip.memory.value * GIGA / (decode.weight_bytes + decode.kv_bytes * tokens) for tokens in (0, context)
+        chip.memory.value * GIGA / (decode.weight_bytes + decode.cache_bytes(tokens))
+        for tokens in (0, context)
     ]
     return Prediction(
         chip,
@@ -89,6 +90,6 @@ def _prompt(
     arithmetic = decode.prompt_flops(length) / (chip.gpu.value * TERA)
     return {
         "ane_s": sum(call_s(chip, chunk.function) for chunk in calls),
-        "handoff_s": 2 * decode.kv_bytes * length / memory,  # read and written once
+        "handoff_s": 2 * decode.cache_bytes(length) / memory,  # read and written once
         "gpu_s": max(arithmetic, decode.weight_bytes / memory),
     }

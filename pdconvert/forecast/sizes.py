@@ -89,7 +89,7 @@ def decode_entries(
 
     entries: list[tuple[str, str, tuple[int, ...]]] = []
     grids: dict[str, tuple[int, int]] = {}
-    for name, stored in decode_tensors(plan, store.blocks):
+    for name, stored in decode_tensors(plan, store.decode_blocks):
         group = mlx_group(stored.shape[1], stored.group) if isinstance(stored, QuantizedLinear) else None
         if group is None or not isinstance(stored, QuantizedLinear):
             entries.append((name, "F16", tuple(stored.shape)))
@@ -115,11 +115,13 @@ def decode_bytes(plan: Plan, store: Store) -> tuple[int, int | None]:
     from pdconvert.pipeline import decode_tensors
 
     entries, grids = decode_entries(plan, store)
-    parameters = sum(math.prod(stored.shape) for _, stored in decode_tensors(plan, store.blocks))
+    parameters = sum(math.prod(stored.shape) for _, stored in decode_tensors(plan, store.decode_blocks))
     shards = plan_shards(entries)
-    total = sum(size for _, size in shards)
-    index = index_text([names for names, _ in shards], {"total_size": total, "total_parameters": parameters})
-    weights = total + len(index.encode())
+    content = sum(DTYPES[dtype].itemsize * math.prod(shape) for _, dtype, shape in entries)
+    index = index_text(
+        [names for names, _ in shards], {"total_size": content, "total_parameters": parameters}
+    )
+    weights = sum(size for _, size in shards) + len(index.encode())
     quantization = quantization_config(grids)
     config = {**plan.decode_config, "quantization": quantization} if quantization else plan.decode_config
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)

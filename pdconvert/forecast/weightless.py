@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from pdconvert.layer_tensors import block_shapes
 from pdconvert.prepare import Plan, make_forms
-from pdconvert.program import Block
-from pdconvert.quant.grid import LutLinear, QuantizedLinear, decode_group
+from pdconvert.program import Block, Pass
+from pdconvert.quant.grid import LutLinear, QuantizedLinear
 from pdconvert.quant.store import Stored
+
+if TYPE_CHECKING:
+    from passes import QuantizeWeights
 
 
 @dataclass(frozen=True)
@@ -20,48 +24,58 @@ class WeightlessBlock:
 
     Attributes:
         shapes: of the stored tensors, by name in the block.
-        bits: of its matrices: 8, or 16 where they are not quantized.
-        group: input channels that share a scale; 0 for all of them.
+        quantizer: decides the form of its matrices.
         device: "meta", or "cpu" for zeros that can be written.
     """
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
-    bits: int
-    group: int = 0
+    quantizer: QuantizeWeights
     device: str = "meta"
 
     def tensors(self) -> dict[str, Stored]:
         """The stored tensors by name."""
-        return {name: self._stored(shape) for name, shape in self.shapes.items()}
+        return {name: self._stored(name, shape) for name, shape in self.shapes.items()}
 
-    def _stored(self, shape: tuple[int, ...]) -> Stored:
-        if len(shape) != 2 or self.bits == 16:
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        if len(shape) != 2 or self.quantizer.scheme == "none":
             return torch.zeros(shape, dtype=torch.float16, device=self.device)
-        codes = torch.zeros(shape, dtype=torch.int8, device=self.device)
-        columns = shape[1] // self.group if self.group else 1
-        scales = torch.ones((shape[0], columns), dtype=torch.float16, device=self.device)
-        return QuantizedLinear(codes, scales, self.bits, self.group)
+        return self.quantizer.blank(f"{self.name}.{name}", (shape[0], shape[1]), self.device)
 
 
-def weightless_blocks(plan: Plan, device: str = "meta") -> list[WeightlessBlock]:
-    """Embedding, layers and head of a plan, in the order of the store."""
+def weightless_blocks(
+    plan: Plan, device: str = "meta", passes: Sequence[Pass] | None = None
+) -> list[WeightlessBlock]:
+    """Embedding, layers and head of a plan, in the order of the store.
+
+    Args:
+        passes: of the layers, the quantizer among them; those of both halves by default.
+    """
+    from passes import QuantizeWeights
+
     spec, decode = plan.spec, plan.recipe.decode
-    assert decode.embedding_bits is not None and decode.head_bits is not None, "the recipe was not resolved"
-    group = decode_group(spec.hidden_size) if plan.decode_only_matrices else 0
+    chosen = plan.shared_passes if passes is None else passes
+    quantizer = next(item for item in chosen if isinstance(item, QuantizeWeights))
+
+    def matrices(bits: int | None) -> QuantizeWeights:
+        """Of embedding or head."""
+        granularity: Literal["per_group", "per_channel"] = (
+            "per_group" if plan.decode_only_matrices else "per_channel"
+        )
+        return QuantizeWeights(scheme="none" if bits == 16 else "w8a16", granularity=granularity)
+
     matrix = (spec.vocab_size, spec.hidden_size)
     head: dict[str, tuple[int, ...]] = {"norm.weight": (spec.hidden_size,), "lm_head.weight": matrix}
     if spec.head_bias:
         head["lm_head.bias"] = (spec.vocab_size,)
-    bits = 8 if plan.quantized else 16
     layers = [
-        WeightlessBlock(f"layers.{index}", block_shapes(spec, index), bits, device=device)
+        WeightlessBlock(f"layers.{index}", block_shapes(spec, index), quantizer, device)
         for index in range(len(spec.layers))
     ]
     return [
-        WeightlessBlock("embedding", {"weight": matrix}, decode.embedding_bits, group, device),
+        WeightlessBlock("embedding", {"weight": matrix}, matrices(decode.embedding_bits), device),
         *layers,
-        WeightlessBlock("head", head, decode.head_bits, group, device),
+        WeightlessBlock("head", head, matrices(decode.head_bits), device),
     ]
 
 
@@ -71,11 +85,13 @@ class Store:
 
     Attributes:
         blocks: embedding, layers and head.
+        decode_blocks: the same in the form of the MLX half, where it has a grid of its own.
         skeletons: the blocks of the package in their final forms.
         held: the stored tensors that these compute with, by block and name; the embedding too, if it is there.
     """
 
     blocks: Sequence[WeightlessBlock]
+    decode_blocks: Sequence[WeightlessBlock]
     skeletons: Sequence[Block]
     held: Mapping[str, Stored]
 
@@ -85,9 +101,12 @@ class Store:
         blocks = weightless_blocks(plan)
         skeletons = make_forms(plan).skeletons(plan.interface.outputs)
         held = _graph_tensors(skeletons, blocks)
-        if plan.interface.embedding == "graph":
+        whole_head = "head.lm_head.weight" in held and plan.spec.vocab_size <= plan.interface.head_limit
+        if plan.interface.embedding == "graph" and not (plan.spec.tied and whole_head):  # else the two share
             held["embedding.weight"] = blocks[0].tensors()["weight"]
-        return cls(blocks, skeletons, held)
+        own = plan.recipe.decode.grid == "own"
+        decode_blocks = weightless_blocks(plan, passes=plan.decode_passes) if own else blocks
+        return cls(blocks, decode_blocks, skeletons, held)
 
     @property
     def layer_matrices(self) -> list[Stored]:

@@ -16,6 +16,7 @@ from pdconvert.lowering.contract import FunctionShape
 from pdconvert.model import LayerSpec
 from pdconvert.prepare import Plan
 from pdconvert.program import Block
+from pdconvert.quant.grid import LutLinear
 from pdconvert.quant.store import Stored
 
 FP16_BYTES = 2
@@ -28,7 +29,7 @@ class FunctionWork:
     Attributes:
         flops: of its products.
         weight_bytes: as stored.
-        expanded_bytes: the same weights in fp16, for an engine that expands them first.
+        expanded_bytes: the same with integers in fp16, for an engine that expands them first.
         io_bytes: of K and V that it takes and gives, hidden states and mask.
     """
 
@@ -49,13 +50,22 @@ class DecodeWork:
         weight_bytes: read for every token: the linears, the norms, the head.
         linear_flops: of a token in all layers.
         attention_flops: of a token for each earlier one.
-        kv_bytes: of K and V of one token, fp16.
+        kv_layers: per layer, bytes of K and V of one token, fp16, and how many tokens it keeps (None: all).
     """
 
     weight_bytes: int
     linear_flops: int
     attention_flops: int
-    kv_bytes: int
+    kv_layers: tuple[tuple[int, int | None], ...]
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of one token in all layers."""
+        return self.cache_bytes(1)
+
+    def cache_bytes(self, tokens: int) -> int:
+        """The whole cache after so many tokens."""
+        return sum(size * min(tokens, window or tokens) for size, window in self.kv_layers)
 
     def prompt_flops(self, tokens: int) -> float:
         """Operations of a causal prefill of so many tokens."""
@@ -77,6 +87,7 @@ def _function_work(plan: Plan, shape: FunctionShape, store: Store) -> FunctionWo
         if isinstance(skeleton.module, DecoderLayer):
             flops += tokens * shape.keys * _attention_flops(skeleton.spec)
     cache = len(spec.layers) * spec.kv_heads * spec.head_dim * 2
+    flops += 2 * cache * tokens * plan.interface.state_columns  # states place new columns by a product
     values = cache * (shape.past + tokens) + spec.hidden_size * tokens + shape.keys * tokens
     # Of an embedding in the graph only the rows of the tokens are read.
     read = [stored for name, stored in held.items() if name != "embedding.weight"]
@@ -86,9 +97,14 @@ def _function_work(plan: Plan, shape: FunctionShape, store: Store) -> FunctionWo
         past=shape.past,
         flops=flops,
         weight_bytes=sum(sum(raw_bytes(stored)) for stored in read),
-        expanded_bytes=sum(FP16_BYTES * math.prod(stored.shape) for stored in read),
+        expanded_bytes=sum(map(_expanded_bytes, read)),
         io_bytes=FP16_BYTES * values,
     )
+
+
+def _expanded_bytes(stored: Stored) -> int:
+    """Bytes where integers are expanded to fp16 first; tables are not."""
+    return sum(raw_bytes(stored)) if isinstance(stored, LutLinear) else FP16_BYTES * math.prod(stored.shape)
 
 
 def _matrix_elements(skeleton: Block, held: Mapping[str, Stored]) -> int:
@@ -109,5 +125,5 @@ def decode_work(plan: Plan, store: Store) -> DecodeWork:
         weight_bytes=decode_read_bytes(plan, store),
         linear_flops=2 * sum(math.prod(stored.shape) for stored in store.layer_matrices),
         attention_flops=sum(map(_attention_flops, layers)),
-        kv_bytes=sum(2 * FP16_BYTES * layer.kv_heads * layer.head_dim for layer in layers),
+        kv_layers=tuple((2 * FP16_BYTES * layer.kv_heads * layer.head_dim, layer.window) for layer in layers),
     )

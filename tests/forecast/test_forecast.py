@@ -14,6 +14,7 @@ from pdconvert.executors.mil.package import Package
 from pdconvert.executors.mil.view import view_package
 from pdconvert.forecast.chips import CHIPS, chosen_chips
 from pdconvert.forecast.roofline import _prompt, call_s
+from pdconvert.forecast.work import DecodeWork
 from pdconvert.inspect_cost import estimate
 from pdconvert.recipe import load_recipe, recipe_from_data
 from pdconvert.runtime.chunks import reach
@@ -31,15 +32,26 @@ VARIANTS = {
         {"functions": LONG[:2], "split_model": {"parts": 2}, "kv": {"rope": "raw", "storage": "io"}},
         {},
     ),
+    "w4": ({}, {"scheme": "w4a16"}),
+    "tables": ({}, {"scheme": "w6a16", "form": "lut"}),
+    "own-grid": ({"kv": {"rope": "rotated", "storage": "state"}, "functions": LONG[:2]}, {"scheme": "w4a16"}),
 }
 
 
 def variant(name: str, folder: Path):
     """The tiny recipe with another `prefill` section and options of quantize_weights."""
     prefill, quantize = VARIANTS[name]
-    overrides = [f"passes.quantize_weights.{key}={value}" for key, value in quantize.items()]
-    data = load_recipe("tiny", overrides=overrides).resolved()
+    data = load_recipe("tiny").resolved()
+    options = {"scheme": "w8a16", "granularity": "per_channel", **quantize}
+    if options.get("form") == "lut":
+        options["granularity"] = "per_grouped_channel"
+    data["passes"] = [
+        *(item for item in data["passes"] if "quantize_weights" not in item),
+        {"quantize_weights": options},
+    ]
     data["prefill"] |= prefill
+    if name == "own-grid":
+        data["decode"] |= {"grid": "own", "bits": 4, "group_size": 32}
     if name == "logits":
         data["source"]["random"]["config"]["tie_word_embeddings"] = True
         data["passes"].insert(4, {"scale_residual": {"factor": 0.5}})
@@ -171,3 +183,17 @@ def test_the_command(tmp_path):
     refused = CliRunner().invoke(main, ["plan", "tiny", "--chip", "m9"])
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert refused.stderr.startswith("error: no chip 'm9'")
+
+
+def test_what_is_not_counted_is_said(tmp_path):
+    data = load_recipe("tiny").resolved()
+    data["passes"][-1] = {
+        "quantize_weights": {"scheme": "w4a16", "rounding": "gptq", "budget": {"bits_per_weight": 5.0}}
+    }
+    found = pdconvert.plan(recipe_from_data(data, where="test", folder=tmp_path))
+    assert [note.split(":")[1][:12] for note in found.notes] == [" memory and ", " the budget "]
+
+
+def test_window_layers_keep_their_window():
+    work = DecodeWork(0, 0, 0, ((10, None), (10, 4)))
+    assert (work.kv_bytes, work.cache_bytes(3), work.cache_bytes(100)) == (20, 60, 1040)

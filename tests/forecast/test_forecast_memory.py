@@ -41,3 +41,19 @@ def test_memory_grows_with_what_it_is_made_of(tmp_path):
     deep = pdconvert.plan("tiny", overrides=["source.random.config.num_hidden_layers=200"]).memory
     assert wide.peak_in == "head" and wide.stages["head"] > tiny.stages["head"] + 3 * 4 * 64 * 499_000
     assert deep.stages["replay"] > tiny.stages["replay"] + 4 * 190 * 30_000
+
+
+def test_the_peak_is_that_of_the_process_itself():
+    """Not of the one that started it: `ru_maxrss` counts that where it is larger."""
+    code = "from pdconvert.pipeline import peak_bytes; print(peak_bytes())"
+    small, large = (
+        int(
+            subprocess.run([sys.executable, "-c", started], capture_output=True, check=True, text=True).stdout
+        )
+        for started in (
+            code,
+            "import subprocess, sys; held = bytearray(10**9); held[::4096] = b'x' * len(held[::4096]);"
+            f"print(subprocess.run([sys.executable, '-c', {code!r}], capture_output=True, text=True).stdout)",
+        )
+    )
+    assert large < 1.2 * small
