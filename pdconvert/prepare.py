@@ -272,13 +272,15 @@ def _ranges(plan: Plan, texts: Texts, cache: Cache, hashes: dict[str, str]) -> R
 
 def make_texts(plan: Plan, tokenizer: Tokenizer | None) -> Texts:
     """Tokenize the project's texts, or draw seeded tokens where there is no tokenizer."""
+    from pdconvert.runtime.chunks import reach
+
     chunk = max(shape.tokens for shape in plan.shapes if not shape.past)
     past = max(shape.past for shape in plan.shapes)
     # One call is padded; with a past there are two, the second on the whole first and padded.
     length = (
         min(chunk + chunk * 3 // 4 if past >= chunk else chunk - chunk // 16, plan.spec.max_positions) or 1
     )
-    split = 2 * chunk if past >= chunk else chunk
+    split = min(2 * chunk if past >= chunk else chunk, reach(plan.shapes) or chunk)
     if tokenizer is None:
         draw = random.Random(0)
         return Texts(tuple(draw.randrange(plan.spec.vocab_size) for _ in range(length)), (), split, (), "")

@@ -16,7 +16,9 @@ from safetensors.numpy import load_file, save_file
 from pdconvert.checks import Check, verdict
 from pdconvert.errors import InputError
 from pdconvert.pipeline import build
-from pdconvert.recipe import Recipe, load_recipe
+from pdconvert.prepare import make_plan, make_texts
+from pdconvert.recipe import Recipe, load_recipe, recipe_from_data
+from pdconvert.sources import open_source
 from pdconvert.verify import verify_build
 
 
@@ -331,3 +333,20 @@ def test_the_verdict_is_strict():
     assert verdict([Check("a", "sqnr_db", float("nan"), None)]) == "fail"
     assert verdict([Check("a", "kld_nats", 0.2, 0.1, ceiling=True)]) == "fail"
     assert verdict([Check("a", "sqnr_db", float("inf"), 60.0)]) == "pass"
+
+
+@pytest.mark.parametrize(
+    ("functions", "split"),
+    [
+        ([{"tokens": 32}], 32),
+        ([{"tokens": 32}, {"tokens": 32, "past": 32}], 64),
+        ([{"tokens": 32}, {"tokens": 16, "past": 32}], 48),
+        ([{"tokens": 32}, {"tokens": 16, "past": 16}], 32),
+        ([{"tokens": 32}, {"tokens": 1, "past": 64}], 32),
+    ],
+)
+def test_what_is_measured_on_is_no_longer_than_the_functions_reach(functions, split):
+    data = load_recipe("tiny").resolved()
+    data["prefill"] |= {"functions": functions, "outputs": "logits"}
+    recipe = recipe_from_data(data, where="test", folder=Path())
+    assert make_texts(make_plan(recipe, open_source(recipe.source)), None).split == split

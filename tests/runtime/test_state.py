@@ -134,13 +134,13 @@ def test_the_prefix_cache_gives_the_bits_of_a_cold_run(state):
     ids = token_ids(150)
     cold = tiny_prefill(state)[1].run(ids)
     pair = Pair.open(state, PackageOptions("mil"), stores=(MemoryStore(10**8),))
-    pair.prefill.run(ids[:70])
-    calls = pair.prefill.calls
-    assert_same_bits(pair.prefill.run(ids), cold)
-    assert pair.prefill.cached_tokens > 0
-    calls = pair.prefill.calls
-    assert_same_bits(pair.prefill.run(ids), cold)
-    assert pair.prefill.calls == calls
+    pair.package.run(ids[:70])
+    calls = pair.package.calls
+    assert_same_bits(pair.package.run(ids), cold)
+    assert pair.package.cached_tokens > 0
+    calls = pair.package.calls
+    assert_same_bits(pair.package.run(ids), cold)
+    assert pair.package.calls == calls
 
 
 def test_hand_off_through_a_file(state, tmp_path):

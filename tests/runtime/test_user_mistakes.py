@@ -50,7 +50,7 @@ class TestContext:
 
     def test_a_prompt_beyond_what_decodes(self, build):
         said = refused("run", build, "--prompt", prompt_text(270), "--decode", "package")
-        assert said.startswith("the prompt has 270 tokens, and the decoding functions of this build hold 257")
+        assert said.startswith("the prompt has 270 tokens, and what decodes it holds 257; shorten it")
 
 
 class TestHandOff:
