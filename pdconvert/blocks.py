@@ -101,7 +101,7 @@ class RotaryTable(nn.Module):
         self.attention_factor = rope.attention_factor
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        inv_freq = torch.tensor(self.inv_freq, dtype=torch.float64)
+        inv_freq = torch.tensor(self.inv_freq, dtype=torch.float64, device=positions.device)
         angles = positions[:, None, :, None].double() * inv_freq
         angles = torch.cat((angles, angles), -1)
         factor = self.attention_factor

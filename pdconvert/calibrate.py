@@ -36,7 +36,7 @@ BATCH = 4
 LARGEST_WRITER_BYTES = 10 * 10**9
 """A model above this size in fp32 does not write its own calibration text: it would not fit beside the rest."""
 
-CACHE_BYTES = 512 * 10**6
+CACHE_BYTES = 1600 * 10**6
 """Keys and values held while the model writes."""
 
 
