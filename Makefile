@@ -3,6 +3,7 @@
 #   make demo       install, build SmolLM2-135M-Instruct, ask the pair for the capital of France
 #   make test       install, run the tests that need no real model
 #   make test-real  install, run the tests on SmolLM2-135M-Instruct and Gemma 3 270M
+#   make test-browser   install, open report pages in a headless Chromium (of the system: chromium or google-chrome)
 #   make lint       ruff (lint and format) and mypy
 #   make docs       build the documentation into build/site; a broken link fails
 #   make clean      remove the builds and caches; the virtual environment stays
@@ -23,7 +24,7 @@ MODEL_INSTALLED := $(VENV)/.installed-demo
 GEMMA_INSTALLED := $(VENV)/.installed-gemma
 DEMO := build/smollm2-135m
 
-.PHONY: demo test test-real lint docs clean
+.PHONY: demo test test-real test-browser lint docs clean
 
 demo: $(MODEL_INSTALLED)
 	$(BIN)/pdconvert build smollm2-135m --out $(DEMO) --force
@@ -36,11 +37,14 @@ demo: $(MODEL_INSTALLED)
 	esac
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not real_model" -n auto --dist loadscope $(PYTEST_ARGS) || \
-	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not real_model" --last-failed --last-failed-no-failures none
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not real_model and not browser" -n auto --dist loadscope $(PYTEST_ARGS) || \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not real_model and not browser" --last-failed --last-failed-no-failures none
 
 test-real: $(GEMMA_INSTALLED)
 	$(BIN)/python -m pytest -m real_model $(PYTEST_ARGS)
+
+test-browser: $(INSTALLED)
+	$(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+NEAR_TIE = 0.05
+"""Positions whose two best reference logits are closer than this do not count as different."""
+
 
 @dataclass(frozen=True)
 class Check:

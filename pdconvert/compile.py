@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from pdconvert.blocks import DecoderLayer, Head, Layout
 from pdconvert.calibrate import Flow
 from pdconvert.fixed_values import with_fixed
+from pdconvert.layer_tensors import by_checkpoint_name
 from pdconvert.model import ModelSpec
+from pdconvert.observe import Calls, histograms, projections, watch_linears
 from pdconvert.program import Block, Pass, Probe, Step, check_family, run_passes
 from pdconvert.quant.grid import quantize_symmetric
 from pdconvert.quant.store import Stored, dequantized, load_block, save_block
@@ -68,7 +70,7 @@ class CompiledBlock:
     """A block as it lies in the cache: its stored tensors, its part of the ledger, and what flows on.
 
     Attributes:
-        folder: holds tensors.safetensors, streams.safetensors and steps.json.
+        folder: holds tensors.safetensors, streams.safetensors, steps.json and, of a layer, observations.json.
     """
 
     name: str
@@ -94,6 +96,11 @@ class CompiledBlock:
     def steps(self) -> list[Step]:
         """The block's lines of the ledger."""
         return [step_from_json(line) for line in json.loads((self.folder / "steps.json").read_text())]
+
+    def observations(self) -> dict[str, list[dict[str, Any]]]:
+        """What the report shows of a layer: `projections` and `weights`, see `pdconvert.observe`; else nothing."""
+        path = self.folder / "observations.json"
+        return json.loads(path.read_text()) if path.exists() else {}
 
 
 @dataclass(frozen=True)
@@ -240,7 +247,8 @@ class Compiler:
         original = reference.module(index, tensors)
         if reference.keeps_layers:
             reference.keep(index, original)
-        hidden, cache = reference.run(original, streams.reference)
+        with watch_linears(original) as clean:
+            hidden, cache = reference.run(original, streams.reference)
         windows = reference.run(original, streams.windows)[0] if len(streams.windows) else streams.windows
         probe = self._probe(streams.reference, index)
         attention_factor = spec.rope_of(spec.layers[index]).attention_factor
@@ -249,6 +257,7 @@ class Compiler:
         expected = {"hidden": hidden, "k": keys, "v": cache.values}
 
         block = plain_layer(spec, index, tensors, self.raw_keys)
+        norm_consumers = block.module.norm_consumers
         outputs, first = check_family(block, probe, expected)
         passes = self.passes if not self.fixed else with_fixed(self.passes, self.fixed[block.name])
         block, outputs, steps = run_passes(block, passes, probe, expected, outputs, calibration)
@@ -259,7 +268,19 @@ class Compiler:
         shipped = reference.module(
             index, {name: values[name].view(tensor.shape) for name, tensor in tensors.items()}
         )
-        stored_hidden, stored_cache = reference.run(shipped, streams.stored)
+        with watch_linears(shipped) as drifted:
+            stored_hidden, stored_cache = reference.run(shipped, streams.stored)
+        observed = {
+            "projections": projections(
+                self._by_block_name(index, clean, tensors),
+                self._by_block_name(index, drifted, tensors),
+                tensors,
+                values,
+                norm_consumers,
+            ),
+            "weights": histograms(tensors, stored),
+        }
+        (folder / "observations.json").write_text(json.dumps(observed))
         stored_keys = unrotate(stored_cache.keys, probe, attention_factor) if unturn else stored_cache.keys
         save_block(folder / "tensors.safetensors", stored)
         _save_underflows(folder, tensors, stored)
@@ -274,6 +295,13 @@ class Compiler:
             {name: value[0].contiguous() for name, value in caches.items()}, folder / "caches.safetensors"
         )
         _save_steps(folder, [first, *steps, *more])
+
+    def _by_block_name(self, index: int, calls: Calls, tensors: Mapping[str, Tensor]) -> Calls:
+        """The calls of Hugging Face's linears as those of the block's."""
+        names = by_checkpoint_name(self.reference.family, index, self.reference.spec)
+        prefix = f"model.layers.{index}."
+        fused = {name.removeprefix(prefix): parts for name, parts in names.items()}
+        return calls.split(fused, {name: len(tensor) for name, tensor in tensors.items()})
 
     def _head(self, folder: Path, index: int, streams: Streams | None) -> None:
         assert streams is not None

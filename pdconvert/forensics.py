@@ -102,17 +102,21 @@ def find_fault(
     return None
 
 
+def block_and_scope(name: str) -> tuple[str | None, str]:
+    """The block that a tensor of a package belongs to, such as "layers.3", and the rest of its name."""
+    match = BLOCK.match(name)
+    if not match:
+        return None, ""
+    return f"layers.{match[2]}" if match[1] else match[3] or match[4], name[match.end() :]
+
+
 def _lost_db(row: TraceRow) -> float:
     """How much lower the output's SQNR is than its worst input's, exact inputs counting as rounded ones."""
     return 0.0 if math.isnan(row.sqnr_db) else min(row.input_sqnr_db, ROUNDING_DB) - row.sqnr_db
 
 
 def _fault(row: TraceRow, kind: Kind, made_by: Mapping[str, str]) -> Fault:
-    match = BLOCK.match(row.name)
-    block = None
-    if match:
-        block = f"layers.{match[2]}" if match[1] else match[3] or match[4]
-    scope = row.name[match.end() :] if match else ""
+    block, scope = block_and_scope(row.name)
     paths = [path for path in made_by if scope.startswith(path.replace(".", "_"))]
     maker = made_by[max(paths, key=len)] if paths else None
     return Fault(

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdconvert.checks import Check
-from pdconvert.program import Step
+
+STORED, CHECKPOINT = "its own weights in fp32", "the checkpoint in fp32"
+"""What a package's K and V are compared with."""
 
 ADVICE = {
     "family": "the family's block differs from Hugging Face's; report it as a bug with the checkpoint's config",
@@ -15,6 +17,27 @@ ADVICE = {
     "quantize_weights": "use a finer scheme, or `scheme: none` to see what the weights cost",
 }
 DEFAULT_ADVICE = "take the pass out of the recipe, or report it as a bug with the checkpoint's config"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of the ledger: what a pass did to one block.
+
+    Attributes:
+        original_db, previous_db: the worst output's SQNR against the original block and the previous step;
+            inf where bit-equal.
+    """
+
+    block: str
+    step: str
+    original_db: float
+    previous_db: float
+    floor_db: float
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.previous_db >= self.floor_db and not math.isnan(self.original_db)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import resource
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,26 +11,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from pdconvert import calibrate
 from pdconvert.cache import open_cache
-from pdconvert.cases import graph_cache, make_cases
-from pdconvert.checks import Check, verdict
+from pdconvert.cases import make_cases
+from pdconvert.checks import verdict
 from pdconvert.compile import CompiledBlock, Compiler, StoredBlock
-from pdconvert.emit.manifest import Cost, Emitted, manifest, report, write_json
+from pdconvert.emit.manifest import Cost, Emitted, manifest, write_json
 from pdconvert.emit.mlx import check_store_equality, write_decode_folder
-from pdconvert.emit.vectors import Case, GreedyCase, write_vectors
-from pdconvert.errors import CheckFailed
+from pdconvert.emit.report_json import report
+from pdconvert.emit.vectors import GreedyCase, write_vectors
 from pdconvert.layer_tensors import as_in_checkpoint, by_checkpoint_name, join_rows
 from pdconvert.ledger import Ledger
 from pdconvert.lowering.contract import Part
 from pdconvert.prepare import GREEDY_TOKENS, Plan, Texts, make_compiler, make_plan, make_texts, resolve_passes
 from pdconvert.prepare_quantization import allocate_bits, calibration_tokens, learned_layers
 from pdconvert.process import output_folder
-from pdconvert.progress import Progress
+from pdconvert.progress import Progress, peak_bytes
+from pdconvert.proof import prove
 from pdconvert.quant.store import Stored
 from pdconvert.recipe.passes import calibrated
+from pdconvert.report.load import BuildReport
+from pdconvert.report.page import write_page
 from pdconvert.report.summary import summary
 from pdconvert.sources import open_source
 from pdconvert.split import package_parts, part_path
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from pdconvert.cache import Cache
     from pdconvert.program import Pass
     from pdconvert.recipe import Recipe
-    from pdconvert.runtime.manifest import Manifest
     from pdconvert.runtime.tokenizer import Tokenizer
 
 
@@ -79,6 +77,7 @@ def build(
     """
     started = time.monotonic()
     progress = progress or Progress.silent()
+    done = len(progress.stages)
     source = open_source(recipe.source)
     plan = make_plan(recipe, source)
     with output_folder(out, force=force) as folder, open_cache(use_cache, folder / SCRATCH[0]) as cache:
@@ -139,34 +138,32 @@ def build(
         write_json(folder / "manifest.json", manifest(folder, emitted, "fail", Cost(0, 0)))
 
         with progress.stage("verify the shipped files"):
-            checks = ledger.gates(recipe.gates.adapted_db)
             check_store_equality(folder / "decode", decode_tensors(plan, decode_blocks))
-            checks += _verify(folder, plan, texts, compiler, blocks, cases, greedy)
-        outcome, cost = verdict(checks), Cost(time.monotonic() - started, peak_bytes())
-        write_json(folder / "report" / "report.json", report(emitted, outcome, checks, ledger, cost))
-        write_json(folder / "manifest.json", manifest(folder, emitted, outcome, cost))
-        text = summary(folder, checks, ledger, cost)
+            proof = prove(folder, plan, texts, compiler, blocks, cases, greedy, tokenizer, progress)
+        proof.checks = ledger.gates(recipe.gates.adapted_db) + proof.checks
+        outcome, stages = verdict(proof.checks), tuple(progress.stages[done:])
+        cost = Cost(time.monotonic() - started, peak_bytes(), stages)
+        content = report(folder, emitted, outcome, proof, ledger, cost)
+        write_json(folder / "report" / "report.json", content)
+        write_page(folder)
+        about = manifest(folder, emitted, outcome, cost)
+        write_json(folder / "manifest.json", about)
+        text = summary(out, BuildReport(content, about))
         for scratch in SCRATCH:
             shutil.rmtree(folder / scratch, ignore_errors=True)
     return BuildResult(out, outcome, text)
 
 
-def peak_bytes() -> int:
-    """Peak resident size of this process so far.
-
-    On Linux `ru_maxrss` would count the process that started this one, if that is larger.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        return 1024 * int(status.read_text(encoding="ascii").partition("VmHWM:")[2].split()[0])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def _compiled(compiler: Compiler, cache: Cache, progress: Progress, name: str) -> list[CompiledBlock]:
     """All blocks; where the quantizer learns, once as it rounds them and once more with what was learned."""
+
+    def compiled(one: Compiler) -> list[CompiledBlock]:
+        found = one.compile(cache)
+        shown = progress.bar(found, name, total=one.depth + 2, unit="block", label=lambda block: block.name)
+        return list(shown)
+
     with progress.stage(f"{name}: blocks"):
-        blocks = list(progress.bar(compiler.compile(cache), name, total=compiler.depth + 2, unit="block"))
+        blocks = compiled(compiler)
     steps = max((getattr(item, "learning_steps", 0) for item in compiler.passes), default=0)
     if not steps:
         return blocks
@@ -179,9 +176,8 @@ def _compiled(compiler: Compiler, cache: Cache, progress: Progress, name: str) -
         for block in blocks
         if block.name.startswith("layers.")
     }
-    again = replace(compiler, fixed=fixed)
     with progress.stage(f"{name}: learned blocks"):
-        return list(progress.bar(again.compile(cache), name, total=compiler.depth + 2, unit="block"))
+        return compiled(replace(compiler, fixed=fixed))
 
 
 def _tokenizer(plan: Plan, folder: Path) -> Tokenizer | None:
@@ -266,63 +262,3 @@ def _store_hash(blocks: Sequence[CompiledBlock]) -> str:
         with (block.folder / "tensors.safetensors").open("rb") as file:
             total.update(f"{block.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return total.hexdigest()
-
-
-def _verify(
-    folder: Path,
-    plan: Plan,
-    texts: Texts,
-    compiler: Compiler,
-    blocks: Sequence[CompiledBlock],
-    cases: Sequence[Case],
-    greedy: Sequence[GreedyCase],
-) -> list[Check]:
-    """Run the shipped files against the test vectors and, for real weights, on held-out text."""
-    from pdconvert.runtime.manifest import read_manifest
-    from pdconvert.verify import check_case, check_cost, fp16_fault
-
-    gates, shipped = plan.recipe.gates, read_manifest(folder)
-    checks: list[Check] = []
-    for case in cases:
-        checks += check_case(shipped, case, "mil", "fp32")
-        found = check_case(shipped, case, "mil", "fp16")
-        fault = None if all(check.passed for check in found) else fp16_fault(shipped, case)
-        checks += [replace(check, hint=fault.sentence()) for check in found] if fault else found
-    if plan.quantized:
-        reference, stored = (
-            {side: graph_cache(blocks, f"{stream}.{side}") for side in ("k", "v")}
-            for stream in ("reference", "stored")
-        )
-        checks += check_cost(reference, stored, shipped.layers, gates.kv_db)
-    if not texts.windows:
-        return checks
-    try:
-        return checks + _verify_pair(shipped, plan, texts, compiler, blocks, greedy)
-    except CheckFailed as error:
-        return [*checks, Check("pair: measured", "share_equal", math.nan, 1.0, hint=str(error))]
-
-
-def _verify_pair(
-    shipped: Manifest,
-    plan: Plan,
-    texts: Texts,
-    compiler: Compiler,
-    blocks: Sequence[CompiledBlock],
-    greedy: Sequence[GreedyCase],
-) -> list[Check]:
-    """Prefill with the package, decode with the decode folder, against the reference."""
-    from pdconvert.executors.mlx import DecodeModel
-    from pdconvert.verify import check_pair, check_tokens, open_prefill
-
-    prefill = open_prefill(shipped, "mil", "fp16")
-    decode = DecodeModel.load(shipped.decode, products="dequantized")
-    checks = [check_tokens(prefill, decode, greedy, None if plan.quantized else 1.0)]
-    head = compiler.reference.head_tensors()
-    windows = blocks[-1].streams().windows
-
-    def reference_logits(index: int) -> Tensor:
-        return compiler.reference.logits(windows[index, texts.split - 1 :], head)
-
-    return checks + check_pair(
-        prefill, decode, texts.windows, texts.split, reference_logits, plan.recipe.gates
-    )

@@ -27,6 +27,8 @@ from pdconvert.rename import exchange
 BUILD_ENTRIES = frozenset(
     {"manifest.json", "prefill", "prefill.mlpackage", "decode", "test_vectors", "report"}
 )
+# What `pdconvert report` writes into a build that an older version made.
+WRITTEN_LATER = ("report/index.html",)
 # Below this, the disk counts as full when a write has failed for whatever reason a library gives.
 FULL_DISK_BYTES = 1 << 20
 # How coremltools says that it could not write, whatever the system's reason was.
@@ -153,7 +155,7 @@ def foreign_files(build: Path) -> list[str]:
         return entries
     foreign = [name for name in entries if name not in BUILD_ENTRIES]
     if "files" in manifest:
-        known = {*manifest["files"], "manifest.json"}
+        known = {*manifest["files"], "manifest.json", *WRITTEN_LATER}
         foreign += [path for path in list_files(build) if path not in known and _top(path) in BUILD_ENTRIES]
     return foreign
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pdconvert.blocks import Head, KeysValuesLayer, Layout, rotate
+from pdconvert.ledger import Step
 from pdconvert.measure import sqnr_db
 from pdconvert.model import LayerSpec
 from pdconvert.quant.grid import Record
@@ -215,27 +216,6 @@ class CalibratedPass(Protocol):
 
     def run_on(self, block: Block, calibration: Calibration) -> Block:
         """The rewritten block."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One line of the ledger: what a pass did to one block.
-
-    Attributes:
-        original_db, previous_db: the worst output's SQNR against the original block and the previous step;
-            inf where bit-equal.
-    """
-
-    block: str
-    step: str
-    original_db: float
-    previous_db: float
-    floor_db: float
-    seconds: float
-
-    @property
-    def passed(self) -> bool:
-        return self.previous_db >= self.floor_db and not math.isnan(self.original_db)
 
 
 def worst_db(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> float:

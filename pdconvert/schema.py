@@ -6,8 +6,8 @@ from typing import Any
 
 from pdconvert.errors import InputError
 
-SCHEMA = "1.0"
-"""What manifest.json and test_vectors/index.json carry; a reader refuses a newer major number."""
+SCHEMA = "1.1"
+"""What manifest.json, report.json and test_vectors/index.json carry; a reader refuses a newer major number."""
 
 
 def check_schema(content: Any, path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,29 +13,37 @@ import torch
 from torch import Tensor
 
 from pdconvert import schema
-from pdconvert.checks import Check, verdict
+from pdconvert.checks import NEAR_TIE, Check, verdict
 from pdconvert.emit.vectors import Case, GreedyCase, read_vectors
 from pdconvert.measure import kl_divergence_nats, mean_and_error, sqnr_db
 from pdconvert.runtime.manifest import Manifest, read_manifest
 from pdconvert.runtime.sessions import Opener, open_function
 
 if TYPE_CHECKING:
+    from pdconvert.executors.mil.session import Watch
     from pdconvert.executors.mlx import DecodeModel
     from pdconvert.forensics import Fault
     from pdconvert.recipe.model import Gates
     from pdconvert.runtime.prefill import Prefill
 
-NEAR_TIE = 0.05
-"""Positions whose two best reference logits are closer than this do not count as different."""
-
 
 @dataclass(frozen=True)
 class PerLayer:
-    """SQNR of one output of the package, pooled over all layers and of the worst one."""
+    """SQNR of one output of the package, pooled over all layers and of each of them."""
 
     pooled_db: float
-    worst_db: float
-    worst_layer: int
+    layers_db: tuple[float, ...]
+
+    @property
+    def worst_layer(self) -> int:
+        """The layer with the lowest SQNR; one with NaN comes first."""
+        broken = [index for index, value in enumerate(self.layers_db) if math.isnan(value)]
+        return broken[0] if broken else int(np.argmin(self.layers_db))
+
+    @property
+    def worst_db(self) -> float:
+        """That of the worst layer."""
+        return self.layers_db[self.worst_layer]
 
 
 def per_layer_db(expected: np.ndarray, got: Tensor, layers: int, tokens: int) -> PerLayer:
@@ -45,9 +53,7 @@ def per_layer_db(expected: np.ndarray, got: Tensor, layers: int, tokens: int) ->
     by_layer = [
         sqnr_db(a, b) for a, b in zip(want.reshape(layers, -1), have.reshape(layers, -1), strict=True)
     ]
-    broken = [index for index, value in enumerate(by_layer) if math.isnan(value)]
-    worst = broken[0] if broken else int(np.argmin(by_layer))
-    return PerLayer(sqnr_db(want, have), by_layer[worst], worst)
+    return PerLayer(sqnr_db(want, have), tuple(by_layer))
 
 
 def fp16_fault(manifest: Manifest, case: Case) -> Fault | None:
@@ -72,15 +78,38 @@ def fp16_fault(manifest: Manifest, case: Case) -> Fault | None:
     return None
 
 
-def check_case(manifest: Manifest, case: Case, executor: str, mode: str) -> list[Check]:
-    """Run one function of the package on a case's inputs; one check per output."""
+@dataclass(frozen=True)
+class CaseRun:
+    """One run of a function on its test vector.
+
+    Attributes:
+        checks: one per output.
+        outputs: what it gave.
+        caches: SQNR of `k` and `v` against the stored weights in fp32.
+    """
+
+    checks: list[Check]
+    outputs: Mapping[str, Any]
+    caches: dict[str, PerLayer]
+
+
+def check_case(
+    manifest: Manifest, case: Case, executor: str, mode: str, watch: Watch | None = None
+) -> CaseRun:
+    """Run one function of the package on a case's inputs.
+
+    Args:
+        watch: sees every op; for the MIL executor.
+    """
     session = open_function(manifest, case.function, kind=executor, mode=mode, weight_cache_bytes=0)
+    for one in getattr(session, "sessions", [session]) if watch else []:
+        one.watch = watch
     state = session.make_state() if case.states else None
     for name, held in case.states.items():
         session.write_state(state, name, held)
     got = session.run(case.inputs, state)
     label = f"{session.kind} {mode}" if session.kind == "mil" else session.kind
-    checks = []
+    checks, caches = [], {}
     for name in case.states:
         side = name.partition("_")[0]
         after = torch.from_numpy(state_after(case, name, case.expected[side]))
@@ -91,7 +120,7 @@ def check_case(manifest: Manifest, case: Case, executor: str, mode: str) -> list
     for name in ("k", "v"):
         floor = _floor(case, name, session.kind, mode)
         value = torch.as_tensor(got[name])
-        found = per_layer_db(case.expected[name], value, manifest.layers, case.tokens)
+        found = caches[name] = per_layer_db(case.expected[name], value, manifest.layers, case.tokens)
         where = f"lowest in layer {found.worst_layer} ({found.worst_db:.1f} dB)"
         checks.append(
             Check(f"{case.name}, {label}: {name} worst layer", "sqnr_db", found.worst_db, floor, hint=where)
@@ -103,7 +132,7 @@ def check_case(manifest: Manifest, case: Case, executor: str, mode: str) -> list
         db = logits_db(function.logits(case.expected), function.logits(got), case.tokens)
         floor = min(_floor(case, name, session.kind, mode) for name in ports)
         checks.append(Check(f"{case.name}, {label}: logits", "sqnr_db", db, floor))
-    return checks
+    return CaseRun(checks, got, caches)
 
 
 def _floor(case: Case, output: str, kind: str, mode: str) -> float:
@@ -127,21 +156,48 @@ def state_after(case: Case, name: str, new: np.ndarray) -> np.ndarray:
     return after
 
 
-def check_tokens(
-    prefill: Prefill, decode: DecodeModel, greedy: Sequence[GreedyCase], floor: float | None
-) -> Check:
-    """Teacher-forced agreement of the pair with the reference's greedy tokens, as a share of what counts."""
-    equal = counted = 0
+def forced_choices(
+    prefill: Prefill, decode: DecodeModel, greedy: Sequence[GreedyCase]
+) -> list[tuple[int, ...]]:
+    """The pair's choice at each position of the reference's continuations, given the reference's own prefix."""
+    choices = []
     for item in greedy:
         kv = prefill.run(item.prompt_ids)
         fed = [item.prompt_ids[-1], *item.token_ids[:-1]]
-        logits = decode.logits(fed, decode.new_cache(kv))
-        for choice, wanted, margin in zip(logits.argmax(-1), item.token_ids, item.margins, strict=True):
-            if margin >= NEAR_TIE:
-                counted += 1
-                equal += int(choice == wanted)
-    share = equal / counted if counted else math.nan
-    return Check(f"pair: greedy tokens ({equal} of {counted})", "share_equal", share, floor)
+        choices.append(tuple(decode.logits(fed, decode.new_cache(kv)).argmax(-1).tolist()))
+    return choices
+
+
+def check_tokens(
+    choices: Sequence[Sequence[int]], greedy: Sequence[GreedyCase], floor: float | None
+) -> Check:
+    """Agreement of teacher-forced choices with the reference's greedy tokens, as a share of what counts."""
+    counted = [
+        choice == wanted
+        for chosen, item in zip(choices, greedy, strict=True)
+        for choice, wanted, margin in zip(chosen, item.token_ids, item.margins, strict=True)
+        if margin >= NEAR_TIE
+    ]
+    share = sum(counted) / len(counted) if counted else math.nan
+    return Check(f"pair: greedy tokens ({sum(counted)} of {len(counted)})", "share_equal", share, floor)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Teacher-forced next-token distributions of two models over windows.
+
+    Attributes:
+        kld: (windows, positions), nats.
+        equal: (windows, positions), whether the most likely token is the same.
+    """
+
+    kld: Tensor
+    equal: Tensor
+
+    @property
+    def agreement(self) -> Agreement:
+        """Both over all positions."""
+        return Agreement.of(self.kld.flatten(), self.equal.flatten())
 
 
 @dataclass(frozen=True)
@@ -174,10 +230,10 @@ class Agreement:
 def measure_pair(
     prefill: Prefill,
     decode: DecodeModel,
-    windows: Sequence[Sequence[int]],
+    windows: Iterable[Sequence[int]],
     split: int,
     reference_logits: Callable[[int], Tensor],
-) -> tuple[Agreement, Agreement]:
+) -> tuple[Scores, Scores]:
     """The pair and MLX alone against the reference, on the second part of each window, teacher-forced.
 
     Args:
@@ -185,7 +241,7 @@ def measure_pair(
         reference_logits: window index → (W − split + 1, V) logits of positions split − 1 … W − 1.
 
     Returns:
-        Agreement of the pair, and of MLX alone: the difference is the hand-off's.
+        Scores of the pair, and of MLX alone: the difference is the hand-off's.
     """
     results: dict[str, list[tuple[Tensor, Tensor]]] = {"pair": [], "alone": []}
     for index, window in enumerate(windows):
@@ -197,22 +253,14 @@ def measure_pair(
             same = logits.argmax(-1) == expected.argmax(-1)
             parts.append((kl_divergence_nats(expected, logits), same))
     pair, alone = (
-        Agreement.of(torch.cat([kld for kld, _ in parts]), torch.cat([same for _, same in parts]))
+        Scores(torch.stack([kld for kld, _ in parts]), torch.stack([same for _, same in parts]))
         for parts in results.values()
     )
     return pair, alone
 
 
-def check_pair(
-    prefill: Prefill,
-    decode: DecodeModel,
-    windows: Sequence[Sequence[int]],
-    split: int,
-    reference_logits: Callable[[int], Tensor],
-    gates: Gates,
-) -> list[Check]:
+def check_pair(pair: Agreement, alone: Agreement, gates: Gates) -> list[Check]:
     """KLD and top-1 of the pair against its gates, MLX alone beside it."""
-    pair, alone = measure_pair(prefill, decode, windows, split, reference_logits)
     try_this = "quantize with a finer scheme, or raise decode.embedding_bits and decode.head_bits to 16"
     where = f"{pair.positions} positions; mean {pair.kld_mean:.5f}, p99 {pair.kld_p99:.4f}; {try_this}"
     return [
@@ -224,19 +272,14 @@ def check_pair(
     ]
 
 
-def check_cost(
-    reference: Mapping[str, np.ndarray], stored: Mapping[str, np.ndarray], layers: int, floor: float
-) -> list[Check]:
+def check_cost(found: Mapping[str, PerLayer], floor: float) -> list[Check]:
     """What quantization cost K and V: stored weights against the checkpoint's, both in fp32."""
     checks = []
-    for name, expected in reference.items():
-        found = per_layer_db(expected, torch.from_numpy(stored[name]), layers, expected.shape[-1])
-        hint = f"lowest in layer {found.worst_layer} ({found.worst_db:.1f} dB); quantize with a finer scheme"
+    for name, cost in found.items():
+        hint = f"lowest in layer {cost.worst_layer} ({cost.worst_db:.1f} dB); quantize with a finer scheme"
+        checks.append(Check(f"quantized weights: {name} pooled", "sqnr_db", cost.pooled_db, floor, hint=hint))
         checks.append(
-            Check(f"quantized weights: {name} pooled", "sqnr_db", found.pooled_db, floor, hint=hint)
-        )
-        checks.append(
-            Check(f"quantized weights: {name} layer {found.worst_layer}", "sqnr_db", found.worst_db, None)
+            Check(f"quantized weights: {name} layer {cost.worst_layer}", "sqnr_db", cost.worst_db, None)
         )
     return checks
 
@@ -272,13 +315,12 @@ def verify_build(build: Path, executor: str = "auto") -> dict[str, Any]:
     checks: list[Check] = []
     for case in cases:
         for mode in ("fp32", "fp16") if kind == "mil" else ("fp16",):
-            checks += check_case(manifest, case, kind, mode)
+            checks += check_case(manifest, case, kind, mode).checks
     if greedy:
         decode = DecodeModel.load(manifest.decode, products="dequantized")
         quantized = schema.read_manifest(build)["quantization"]["quantized"]
-        checks.append(
-            check_tokens(open_prefill(manifest, kind, "fp16"), decode, greedy, None if quantized else 1.0)
-        )
+        choices = forced_choices(open_prefill(manifest, kind, "fp16"), decode, greedy)
+        checks.append(check_tokens(choices, greedy, None if quantized else 1.0))
     return {
         "verdict": verdict(checks),
         "checks": [check.to_json() for check in checks],

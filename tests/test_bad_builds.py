@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from pdconvert.pipeline import build
 from pdconvert.recipe import load_recipe
+from pdconvert.schema import SCHEMA
 
 __all__ = ["surroundings"]
 
@@ -96,7 +97,7 @@ BUILDS: dict[str, Case] = {
     "a newer schema": (
         ALL,
         manifest("schema", "2.0"),
-        "{}/manifest.json: schema 2.0 is newer than 1.0; use a newer pdconvert",
+        f"{{}}/manifest.json: schema 2.0 is newer than {SCHEMA}; use a newer pdconvert",
     ),
     "a path out of the build": (
         "run verify",
@@ -163,7 +164,7 @@ BUILDS: dict[str, Case] = {
     "newer test vectors": (
         "verify",
         json_file("test_vectors/index.json", lambda data: data | {"schema": "2.0"}),
-        "{}/test_vectors/index.json: schema 2.0 is newer than 1.0; use a newer pdconvert",
+        f"{{}}/test_vectors/index.json: schema 2.0 is newer than {SCHEMA}; use a newer pdconvert",
     ),
     "a test vector out of the folder": (
         "verify",

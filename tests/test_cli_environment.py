@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -11,7 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pdconvert.cli import doctor, listing, main
-from pdconvert.cli.params import UserPath, size_text, table
+from pdconvert.cli.params import UserPath, table
+from pdconvert.sizes import size_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -78,9 +80,16 @@ print(result.exit_code, sorted(heavy))
 """
 
 
-@pytest.mark.parametrize("command", ["--help", "--version", "list", "inspect", "build --help"])
+@pytest.mark.parametrize(
+    "command", ["--help", "--version", "list", "inspect", "build --help", "report", "compare"]
+)
 def test_what_starts_without_torch(command: str, tmp_path: Path) -> None:
-    args = ["inspect", str(write_package(tmp_path))] if command == "inspect" else command.split()
+    committed = str(ROOT / "test_vectors" / "rotated")
+    args = {
+        "inspect": ["inspect", str(write_package(tmp_path))],
+        "report": ["report", shutil.copytree(committed, tmp_path / "copy")],
+        "compare": ["compare", committed, committed, "--out", str(tmp_path / "page.html")],
+    }.get(command, command.split())
     done = subprocess.run([sys.executable, "-c", PROBE, *args], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("0 []\n", "")
 

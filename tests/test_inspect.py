@@ -11,6 +11,7 @@ import pytest
 
 from pdconvert.errors import InputError
 from pdconvert.inspect_package import inspect_decode, inspect_path
+from pdconvert.schema import SCHEMA
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +311,10 @@ def test_a_build_of_several_packages(build: Path) -> None:
         (lambda b: (b / "decode" / "config.json").write_text("{"), "is not JSON"),
         (lambda b: (b / "manifest.json").write_text("{"), "not JSON"),
         (lambda b: (b / "manifest.json").write_text("{}"), "no schema version"),
-        (lambda b: (b / "manifest.json").write_text('{"schema": "2.0"}'), "schema 2.0 is newer than 1.0"),
+        (
+            lambda b: (b / "manifest.json").write_text('{"schema": "2.0"}'),
+            f"schema 2.0 is newer than {SCHEMA}",
+        ),
         (lambda b: (b / "manifest.json").write_text('{"schema": "1.3"}'), "no `prefill` section"),
         (lambda b: shutil.rmtree(b / "prefill.mlpackage"), "prefill.mlpackage: no such package"),
         (

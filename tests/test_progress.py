@@ -45,3 +45,23 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, no_color: str, 
     assert re.search(r"compile: 0\.\d s", stream.text)
     assert "layers" in stream.text
     assert ("\x1b[2m" in stream.text) is escapes
+
+
+def test_a_bar_shows_the_item_the_memory_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    for _ in Progress(stream).bar(["layers.0", "layers.1", "layers.2"], "compile", unit="block", label=str):  # type: ignore[arg-type]
+        time.sleep(0.12)
+    assert re.search(
+        r"compile:  33% \|.*\| 1/3 blocks, 00:00 left, layers\.\d, peak \d\.\d\d GB", stream.text
+    )
+
+
+def test_stages_are_kept_whether_or_not_they_are_shown() -> None:
+    progress = Progress.silent()
+    for name in ("first", "second"):
+        with progress.stage(name):
+            time.sleep(0.01)
+    first, second = progress.stages
+    assert (first.name, second.name) == ("first", "second")
+    assert 0.01 <= first.seconds < 5 and 10**6 < first.peak_bytes <= second.peak_bytes
+    assert first.to_json().keys() == {"name", "seconds", "peak_bytes"}

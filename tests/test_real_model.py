@@ -178,12 +178,13 @@ def test_long_prompts_give_the_tokens_of_one_whole_pass(long):
     import torch
 
     from pdconvert import families, text
+    from pdconvert.checks import NEAR_TIE
     from pdconvert.executors.mlx import DecodeModel
     from pdconvert.measure import sqnr_db
     from pdconvert.reference import Reference
     from pdconvert.runtime.manifest import read_manifest
     from pdconvert.runtime.tokenizer import Tokenizer
-    from pdconvert.verify import NEAR_TIE, open_prefill
+    from pdconvert.verify import open_prefill
 
     folder, source = long
     family = families.get(source.config)

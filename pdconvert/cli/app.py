@@ -24,6 +24,7 @@ from pdconvert import __version__
 from pdconvert.cli import (
     bench,
     build,
+    compare,
     decode,
     doctor,
     eval,
@@ -34,6 +35,7 @@ from pdconvert.cli import (
     listing,
     plan,
     prefill,
+    report,
     run,
     verify,
 )
@@ -54,6 +56,8 @@ SUBCOMMANDS: tuple[click.Command, ...] = (
     prefill.command,
     decode.command,
     verify.command,
+    report.command,
+    compare.command,
     eval.command,
     bench.command,
     inspect.command,
@@ -165,7 +169,7 @@ def _quiet_libraries() -> None:
     """Keep third-party chatter (missing Core ML libraries on Linux, version notes) off stderr."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in ("coremltools", "torch", "transformers"):
+    for name in ("coremltools", "matplotlib", "torch", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pdconvert.cli.params import UserPath, echo_json, json_option, table
+from pdconvert.cli.params import UserPath, echo_json, examples, json_option, table
 
 if TYPE_CHECKING:
     from pdconvert.bench.run import Bench
     from pdconvert.bench.timing import Sample
 
 
-@click.command("bench", short_help="Time prefill, first token and decoding.")
+@click.command(
+    "bench",
+    short_help="Time prefill, first token and decoding.",
+    epilog=examples("pdconvert bench build/smollm2-135m --json"),
+)
 @click.argument("build", type=UserPath())
 @click.option(
     "--length",

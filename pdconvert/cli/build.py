@@ -5,14 +5,31 @@ from pathlib import Path
 from typing import Literal
 
 import click
+from click.shell_completion import CompletionItem
 
 from pdconvert import api
-from pdconvert.cli.params import UserPath, echo_json, json_option
+from pdconvert.cli.params import UserPath, echo_json, echo_verdict, examples, json_option
 from pdconvert.progress import Progress
 
 
-@click.command("build", short_help="Compile a recipe and verify the result.")
-@click.argument("recipe")
+def _recipe_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The shipped recipes, and what the shell finds among the files."""
+    from pdconvert.cli.listing import recipes
+
+    names = [row["name"] for row in recipes() if row["name"].startswith(incomplete)]
+    return [*map(CompletionItem, names), CompletionItem(incomplete, type="file")]
+
+
+@click.command(
+    "build",
+    short_help="Compile a recipe and verify the result.",
+    epilog=examples(
+        "pdconvert build smollm2-135m",
+        "pdconvert build my-recipe.yaml --source ~/models/mine --out build/mine",
+        "pdconvert build smollm2-135m --set prefill.kv.rope=raw --out build/raw",
+    ),
+)
+@click.argument("recipe", shell_complete=_recipe_names)
 @click.option("--source", metavar="SRC", help="A folder, a .gguf file, a hub id, or package:NAME.")
 @click.option("--out", type=UserPath(), metavar="DIR", help="Where to write. [default: build/<recipe name>]")
 @click.option(
@@ -62,7 +79,7 @@ def command(
         echo_json({"path": str(result.path), "verdict": result.verdict, "summary": result.summary})
     else:
         click.echo(result.summary)
-        click.echo(f"{result.verdict}: {result.path}")
+        echo_verdict(result.verdict, f"{result.verdict}: {result.path}")
     if result.verdict != "pass":
         ctx.exit(1)
 

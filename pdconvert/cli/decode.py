@@ -6,10 +6,16 @@ from typing import Any
 import click
 
 from pdconvert.cli.generation import print_piece, print_result, sampling_options
-from pdconvert.cli.params import UserPath, json_option
+from pdconvert.cli.params import UserPath, examples, json_option
 
 
-@click.command("decode", short_help="Go on with the prompt of a hand-off file.")
+@click.command(
+    "decode",
+    short_help="Go on with the prompt of a hand-off file.",
+    epilog=examples(
+        "pdconvert decode build/smollm2-135m --kv kv.pdkv --max-tokens 32",
+    ),
+)
 @click.argument("build", type=UserPath())
 @click.option(
     "--kv",

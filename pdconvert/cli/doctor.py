@@ -14,7 +14,8 @@ from typing import Literal
 import click
 
 from pdconvert import __version__
-from pdconvert.cli.params import echo_json, json_option, size_text, table
+from pdconvert.cli.params import echo_json, examples, json_option, table
+from pdconvert.sizes import size_text
 
 # The versions that were tested together; a test keeps them equal to constraints.txt.
 TESTED = {
@@ -22,6 +23,8 @@ TESTED = {
     "coremltools": "9.0",
     "gguf": "0.19.0",
     "huggingface_hub": "2.4.0",
+    "Jinja2": "3.1.6",
+    "matplotlib": "3.11.2",
     "mlx": "0.32.4",
     "mlx-lm": "0.32.2",
     "numpy": "2.4.6",
@@ -57,7 +60,13 @@ class Finding:
     detail: str = ""
 
 
-@click.command("doctor", short_help="Check this environment.")
+@click.command(
+    "doctor",
+    short_help="Check this environment.",
+    epilog=examples(
+        "pdconvert doctor",
+    ),
+)
 @json_option
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:

@@ -5,13 +5,17 @@ from typing import Any
 
 import click
 
-from pdconvert.cli.params import UserPath, echo_json, json_option, table
+from pdconvert.cli.params import UserPath, echo_json, examples, json_option, table
 from pdconvert.progress import Progress
 
 ROWS = {"pair": "package, then MLX", "mlx": "MLX alone"}
 
 
-@click.command("eval", short_help="Perplexity and KL divergence of a build against its source.")
+@click.command(
+    "eval",
+    short_help="Perplexity and KL divergence of a build against its source.",
+    epilog=examples("pdconvert eval build/smollm2-135m --text held-out.txt"),
+)
 @click.argument("build", type=UserPath())
 @click.option("--text", "text_file", type=UserPath(), metavar="FILE", help="Text to score on, in UTF-8.")
 @click.option("--windows", type=click.IntRange(min=1), default=24, show_default=True, help="Windows of text.")

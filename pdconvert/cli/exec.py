@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdconvert.cli.params import UserPath, echo_json, json_option, table
+from pdconvert.cli.params import UserPath, echo_json, examples, json_option, table
 from pdconvert.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from pdconvert.executors.mil.trace import TraceRow
 
 
-@click.command("exec", short_help="Run any .mlpackage on arrays, op by op.")
+@click.command(
+    "exec",
+    short_help="Run any .mlpackage on arrays, op by op.",
+    epilog=examples(
+        "pdconvert exec some.mlpackage --inputs in.npz --out out.npz --trace",
+    ),
+)
 @click.argument("package", type=UserPath())
 @click.option("--function", metavar="NAME", help="Which function. [default: the package's own default]")
 @click.option("--inputs", type=UserPath(), required=True, metavar="NPZ", help="Arrays by input name.")
@@ -47,10 +53,7 @@ def command(
     steps: int,
     as_json: bool,
 ) -> None:
-    """Run one function of PACKAGE, written by any tool, on the arrays of an .npz file.
-
-    Example: pdconvert exec model.mlpackage --inputs in.npz --out out.npz --trace
-    """
+    """Run one function of PACKAGE, written by any tool, on the arrays of an .npz file."""
     import numpy as np
 
     from pdconvert.executors.mil import MilSession, Package

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import click
 
-from pdconvert.cli.params import UserPath, echo_json, json_option
+from pdconvert.cli.params import UserPath, echo_json, examples, json_option
 
 
-@click.command("init", short_help="Write a recipe for a checkpoint.")
+@click.command(
+    "init",
+    short_help="Write a recipe for a checkpoint.",
+    epilog=examples("pdconvert init ~/models/mine --out mine.yaml"),
+)
 @click.argument("src")
 @click.option(
     "--out", type=UserPath(), metavar="FILE", help="Where to write; `-` prints. [default: <its name>.yaml]"

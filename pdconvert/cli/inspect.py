@@ -5,10 +5,18 @@ from typing import Any
 
 import click
 
-from pdconvert.cli.params import UserPath, echo_json, json_option, size_text, table
+from pdconvert.cli.params import UserPath, echo_json, examples, json_option, table
+from pdconvert.sizes import size_text
 
 
-@click.command("inspect", short_help="Show what a package or a build holds.")
+@click.command(
+    "inspect",
+    short_help="Show what a package or a build holds.",
+    epilog=examples(
+        "pdconvert inspect build/smollm2-135m",
+        "pdconvert inspect some.mlpackage --json",
+    ),
+)
 @click.argument("path", type=UserPath())
 @json_option
 def command(path: Path, as_json: bool) -> None:

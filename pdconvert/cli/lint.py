@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pdconvert.cli.params import UserPath, echo_json, json_option
+from pdconvert.cli.params import UserPath, echo_json, examples, json_option
 
 if TYPE_CHECKING:
     from pdconvert.lint.report import Finding, Place, Report
@@ -15,7 +15,14 @@ SHOWN = 3
 """Places named for each group of equal findings; `--json` has more."""
 
 
-@click.command("lint", short_help="Check a package against Neural Engine rules.")
+@click.command(
+    "lint",
+    short_help="Check a package against Neural Engine rules.",
+    epilog=examples(
+        "pdconvert lint build/smollm2-135m",
+        "pdconvert lint some.mlpackage --target m2 --target iOS18",
+    ),
+)
 @click.argument("path", type=UserPath())
 @click.option(
     "--target",

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from pdconvert.cli.params import echo_json, json_option, table
+from pdconvert.cli.params import echo_json, examples, json_option, table
 
 EXECUTORS = (
     ("mil", "any system", "runs the package op by op, in fp32 or emulated fp16"),
@@ -16,7 +16,13 @@ EXECUTORS = (
 )
 
 
-@click.command("list", short_help="List recipes, passes, families, executors.")
+@click.command(
+    "list",
+    short_help="List recipes, passes, families, executors.",
+    epilog=examples(
+        "pdconvert list",
+    ),
+)
 @json_option
 def command(as_json: bool) -> None:
     """List shipped recipes, passes, model families and executors."""

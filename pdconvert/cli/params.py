@@ -1,13 +1,16 @@
 """Parameters and output that the subcommands share."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from pdconvert.process import is_plain_text
+from pdconvert.progress import takes_colour
 
 
 class UserPath(click.ParamType):
@@ -24,10 +27,28 @@ class UserPath(click.ParamType):
             self.fail(f"{text!r} holds a zero byte, or bytes that are not UTF-8", param, ctx)
         return Path(text).expanduser() if text == "~" or text.startswith("~/") else Path(text)
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Leave it to the shell, which knows the files."""
+        return [CompletionItem(incomplete, type="file")]
 
-UNITS = ("kB", "MB", "GB", "TB")
+
+def examples(*lines: str) -> str:
+    """The end of a command's help: command lines as one types them."""
+    title = "Example" if len(lines) == 1 else "Examples"
+    return "\n".join(("\b", f"{title}:", *(f"  {line}" for line in lines)))
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+
+
+def echo_verdict(verdict: str, text: str) -> None:
+    """Print a line that begins with a verdict, in green or red where stdout is a terminal that takes colours."""
+    if takes_colour(sys.stdout):
+        word = click.style(verdict, fg="green" if verdict == "pass" else "red", bold=True)
+        text = f"{word}{text.removeprefix(verdict)}"
+    click.echo(text)
 
 
 def echo_json(value: Any) -> None:
@@ -66,11 +87,3 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
         ).rstrip()
         for line in lines
     )
-
-
-def size_text(size_bytes: int) -> str:
-    """Give a size to three digits in decimal units: 1234567 is "1.23 MB"."""
-    if abs(size_bytes) < 1000:
-        return f"{size_bytes} B"
-    power = min((len(str(abs(size_bytes))) - 1) // 3, len(UNITS))
-    return f"{size_bytes / 1000**power:.3g} {UNITS[power - 1]}"

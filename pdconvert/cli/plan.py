@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING
 import click
 
 from pdconvert import api
-from pdconvert.cli.params import echo_json, json_option, size_text, table
+from pdconvert.cli.params import echo_json, examples, json_option, table
+from pdconvert.sizes import size_text
 
 if TYPE_CHECKING:
     from pdconvert.forecast.plan import Forecast
     from pdconvert.forecast.roofline import Prediction
 
 
-@click.command("plan", short_help="Sizes, memory and predicted times of a build.")
+@click.command(
+    "plan",
+    short_help="Sizes, memory and predicted times of a build.",
+    epilog=examples("pdconvert plan smollm2-135m --chip m4"),
+)
 @click.argument("recipe")
 @click.option("--source", metavar="SRC", help="A folder, a .gguf file, a hub id, or package:NAME.")
 @click.option(

@@ -6,10 +6,17 @@ from typing import Any
 import click
 
 from pdconvert.cli.generation import cache_arguments, package_options, prompt_options, read_prompt
-from pdconvert.cli.params import UserPath, echo_json, json_option, size_text
+from pdconvert.cli.params import UserPath, echo_json, examples, json_option
+from pdconvert.sizes import size_text
 
 
-@click.command("prefill", short_help="Prefill a prompt into a hand-off file.")
+@click.command(
+    "prefill",
+    short_help="Prefill a prompt into a hand-off file.",
+    epilog=examples(
+        'pdconvert prefill build/smollm2-135m --prompt "Once upon" --out kv.pdkv',
+    ),
+)
 @click.argument("build", type=UserPath())
 @prompt_options
 @click.option(

@@ -14,10 +14,17 @@ from pdconvert.cli.generation import (
     read_prompt,
     sampling_options,
 )
-from pdconvert.cli.params import UserPath, json_option
+from pdconvert.cli.params import UserPath, examples, json_option
 
 
-@click.command("run", short_help="Continue a prompt with the pair of a build.")
+@click.command(
+    "run",
+    short_help="Continue a prompt with the pair of a build.",
+    epilog=examples(
+        'pdconvert run build/smollm2-135m --prompt "The capital of France is"',
+        "pdconvert run build/smollm2-135m --chat --prompt - < question.txt",
+    ),
+)
 @click.argument("build", type=UserPath())
 @prompt_options
 @sampling_options

@@ -4,10 +4,17 @@ from pathlib import Path
 
 import click
 
-from pdconvert.cli.params import UserPath, echo_json, json_option, table
+from pdconvert.cli.params import UserPath, echo_json, echo_verdict, examples, json_option, table
 
 
-@click.command("verify", short_help="Replay the test vectors of a build.")
+@click.command(
+    "verify",
+    short_help="Replay the test vectors of a build.",
+    epilog=examples(
+        "pdconvert verify build/smollm2-135m",
+        "pdconvert verify build/smollm2-135m --executor coreml --json",
+    ),
+)
 @click.argument("build", type=UserPath())
 @click.option(
     "--executor",
@@ -30,7 +37,7 @@ def command(ctx: click.Context, build: Path, executor: str, as_json: bool) -> No
         echo_json(report)
     else:
         click.echo(_table(report["checks"]))
-        click.echo(f"{report['verdict']}: {build}")
+        echo_verdict(report["verdict"], f"{report['verdict']}: {build}")
     if report["verdict"] != "pass":
         ctx.exit(1)
 

@@ -1,9 +1,10 @@
-"""manifest.json and report.json: what was built, from what, with which verdict."""
+"""manifest.json: what was built, from what, with which verdict."""
 
 from __future__ import annotations
 
 import json
 import platform
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +16,14 @@ from torch import Tensor
 
 import pdconvert
 from pdconvert import schema
-from pdconvert.checks import Check
-from pdconvert.compile import CompiledBlock, step_to_json
+from pdconvert.compile import CompiledBlock
 from pdconvert.emit.mlx import DecodeFolder
 from pdconvert.inspect_package import weight_sharing
-from pdconvert.ledger import Ledger
 from pdconvert.lowering.contract import FunctionShape, Part, input_ports, output_ports, state_ports
 from pdconvert.model import ModelSpec, Rope
 from pdconvert.prepare import Plan, Texts
 from pdconvert.process import list_files
+from pdconvert.progress import Stage
 from pdconvert.split import WHOLE, part_path
 
 TOOLS = (
@@ -67,10 +67,11 @@ class Emitted:
 
 @dataclass(frozen=True)
 class Cost:
-    """Whole-process seconds and peak resident bytes of a build."""
+    """Whole-process seconds and peak resident bytes of a build, and of each of its stages."""
 
     seconds: float
     peak_bytes: int
+    stages: tuple[Stage, ...] = ()
 
 
 def manifest(folder: Path, emitted: Emitted, verdict: str, cost: Cost) -> dict[str, Any]:
@@ -204,23 +205,12 @@ def bits_per_weight(blocks: Sequence[CompiledBlock]) -> float:
     return round(bits / weights, 4)
 
 
-def report(
-    emitted: Emitted, verdict: str, checks: Sequence[Check], ledger: Ledger, cost: Cost
-) -> dict[str, Any]:
-    """The ledger: every pass, block and check."""
-    return {
-        "schema": schema.SCHEMA,
-        "name": emitted.plan.recipe.name,
-        "verdict": verdict,
-        "checks": [check.to_json() for check in checks],
-        "steps": [step_to_json(step) for step in ledger.steps],
-        "cost": {"seconds": round(cost.seconds, 1), "peak_bytes": cost.peak_bytes},
-    }
+NUMBERS = re.compile(r"\[\s*-?[\d.]+(?:e[+-]?\d+)?(?:,\s*-?[\d.]+(?:e[+-]?\d+)?)+\s*\]")
+"""A list of numbers, which takes one line."""
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write one JSON file, its folder made if missing."""
     path.parent.mkdir(exist_ok=True)
-    path.write_text(
-        json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+    path.write_text(NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n", encoding="utf-8")

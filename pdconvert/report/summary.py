@@ -1,49 +1,51 @@
-"""The closing table of a build, at most 80 columns wide."""
+"""The end of a build on the terminal: ledger, checks, and what to know and do next, at most 80 columns wide."""
 
 from __future__ import annotations
 
 import math
+import shlex
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pdconvert.checks import Check
-from pdconvert.ledger import Ledger
-
-if TYPE_CHECKING:
-    from pdconvert.emit.manifest import Cost
+from pdconvert.report import view
+from pdconvert.report.load import BuildReport, decibel
+from pdconvert.report.page import PAGE
 
 WIDTH = 80
+LABEL = 15
+PLACEHOLDER = "BUILD"
+SHORT_PATH = 34
+"""A longer path would break the commands' lines; it stands on a line of its own at the end."""
 
 
-def number(value: float, metric: str) -> str:
-    """A measured value with its unit."""
-    if metric == "sqnr_db":
-        return "equal" if value == math.inf else f"{value:.1f} dB"
-    return f"{100 * value:.1f} %" if metric == "share_equal" else f"{value:.5f}"
+def summary(out: Path, build: BuildReport) -> str:
+    """Everything about a build as text.
+
+    Args:
+        out: where the build lies in the end.
+    """
+    return "\n".join(
+        [*_ledger(build), "", *_checks(build), *_failures(build), "", *_facts(build), *_next(out, build)]
+    )
 
 
-def summary(folder: Path, checks: Sequence[Check], ledger: Ledger, cost: Cost) -> str:
-    """Ledger, checks, sizes and cost as text."""
+def _ledger(build: BuildReport) -> list[str]:
     lines = [f"{'step':<24}{'worst block':<16}{'vs step before':>16}{'vs original':>16}"]
-    for row in ledger.table():
-        before, original = number(row["previous_db"], "sqnr_db"), number(row["original_db"], "sqnr_db")
+    for row in build.ledger.table():
+        before, original = decibel(row["previous_db"]), decibel(row["original_db"])
         lines.append(f"{row['step']:<24}{row['block']:<16}{before:>16}{original:>16}")
-    lines += ["", f"{'check':<50}{'value':>11}{'gate':>12}"]
-    for check in _shortened(checks[len(ledger.names()) :]):
-        gate = (
-            ""
-            if check.floor is None
-            else f"{'≤' if check.ceiling else '≥'} {number(check.floor, check.metric)}"
-        )
-        mark = "" if check.passed else "  FAIL"
-        lines.append(f"{check.name[:49]:<50}{number(check.value, check.metric):>11}{gate:>12}{mark}")
-    for check in checks:
-        if not check.passed:
-            lines += ["", f"failed: {check.name}: {number(check.value, check.metric)}", f"  {check.hint}"]
-    sizes = ", ".join(f"{name} {_megabytes(folder / name)}" for name in ("prefill.mlpackage", "decode"))
-    lines += ["", f"{sizes}; {cost.seconds:.0f} s, peak {cost.peak_bytes / 1e9:.2f} GB"]
-    return "\n".join(lines)
+    return lines
+
+
+def _checks(build: BuildReport) -> list[str]:
+    lines = [f"{'check':<44}{'value':>14}{'gate':>16}"]
+    for check in _shortened(build.checks[len(build.ledger.names()) :]):
+        mark = "" if check.passed else " FAIL"
+        value = view.measured(check.value, check.metric)
+        lines.append(f"{check.name[:43]:<44}{value:>14}{view.gate_text(check):>16}{mark}".rstrip())
+    return lines
 
 
 def _shortened(checks: Sequence[Check]) -> list[Check]:
@@ -58,5 +60,57 @@ def _shortened(checks: Sequence[Check]) -> list[Check]:
     return list(nearest.values())
 
 
-def _megabytes(folder: Path) -> str:
-    return f"{sum(path.stat().st_size for path in folder.rglob('*') if path.is_file()) / 1e6:.1f} MB"
+def _failures(build: BuildReport) -> list[str]:
+    """Failed checks, those with the same cause together, and the cause."""
+    causes: dict[str, list[str]] = {}
+    for check in build.checks:
+        if not check.passed:
+            text = f"failed: {check.name}: {view.measured(check.value, check.metric)}"
+            causes.setdefault(check.hint, []).append(text)
+    lines = []
+    for hint, failed in causes.items():
+        lines += ["", *failed, *textwrap.wrap(hint, WIDTH, initial_indent="  ", subsequent_indent="  ")]
+    return lines
+
+
+def _facts(build: BuildReport) -> list[str]:
+    """The summary proper: one line each, as far as the build has the figure."""
+    sizes, cost, worst = build.section("sizes"), build.section("cost"), view.worst_block(build)
+    kld, top1 = build.check("pair: KLD, mean"), build.check("pair: top-1")
+    facts = [("verdict", "PASS" if build.passed else "FAIL")]
+    if build.passed:
+        facts.append(("nearest gate", view.nearest_gate(build)))
+    facts.append(("sizes", ", ".join(f"{name} {size}" for name, size in view.halves(sizes))))
+    if worst is not None:
+        facts.append(("worst block", f"{worst.value}: {worst.note}"))
+    if kld and top1:
+        facts.append(("KLD, top-1", f"{kld.value:.5f} nats, {100 * top1.value:.1f} % of the pair"))
+    if build.rows("samples"):
+        facts.append(("answer", _answer(build)))
+    facts.append(("cost", f"{cost['seconds']:.0f} s, peak {cost['peak_bytes'] / 1e9:.2f} GB"))
+    return [
+        f"{label:<{LABEL}}{textwrap.shorten(text, WIDTH - LABEL, placeholder=' …')}" for label, text in facts
+    ]
+
+
+def _answer(build: BuildReport) -> str:
+    """The pair's continuation of the first prompt, on one line."""
+    sample = build.rows("samples")[0]
+    return f"{sample['prompt']} |{' '.join((sample['common'] + sample['pair']).split())}"
+
+
+def _next(out: Path, build: BuildReport) -> list[str]:
+    """What one does with a build like this."""
+    path = shlex.quote(str(out))
+    where = path if len(path) <= SHORT_PATH else PLACEHOLDER
+    commands = [f"open {where}/{PAGE.as_posix()}"]
+    if build.passed:
+        commands += [
+            f'pdconvert run {where} --prompt "The capital of France is"',
+            f"pdconvert verify {where}",
+        ]
+    else:
+        commands += [f"pdconvert compare GOOD_BUILD {where}"]
+    return ["", f"next{', where BUILD is the folder below' if where == PLACEHOLDER else ''}:"] + [
+        f"  {command}" for command in commands
+    ]

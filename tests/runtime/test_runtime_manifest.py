@@ -8,6 +8,7 @@ from tiny_pair import manifest_of
 
 from pdconvert.errors import InputError
 from pdconvert.runtime.manifest import read_manifest
+from pdconvert.schema import SCHEMA
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_a_failed_build_is_read(tmp_path, content):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("schema", "2.0", "schema 2.0 is newer than 1.0; use a newer pdconvert"),
+        ("schema", "2.0", f"schema 2.0 is newer than {SCHEMA}; use a newer pdconvert"),
         ("verdict", None, "verdict is 'None', expected a text; build again"),
         ("kv.layers", True, "kv.layers is 'True', expected an integer; build again"),
         ("kv.rope", "turned", "kv.rope is 'turned', expected rotated or raw"),

@@ -1,6 +1,6 @@
 """Run one function of a package."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ MODES = ("fp32", "fp16")
 State = dict[str, torch.Tensor]
 """Buffers of a function's states by name; a call updates them in place."""
 
+Watch = Callable[[OpInfo, tuple[torch.Tensor, ...]], None]
+"""Sees each op's outputs while a session runs; it must neither change nor keep them."""
+
 _Entry = tuple[Step, Call | None, list[int], tuple[int, ...]]
 """A step, its closure (None for reads and writes of states), constants to load, slots to free."""
 
@@ -35,6 +38,7 @@ class MilSession:
         mode: `fp32`, or `fp16` (results that the program types as fp16 are rounded to it).
         kind: `mil`; which executor this is.
         reason: why it was chosen.
+        watch: sees every op while `run` runs; None for none.
     """
 
     kind = "mil"
@@ -72,6 +76,7 @@ class MilSession:
         self.reason = reason
         limit = default_cache_bytes() if weight_cache_bytes is None else weight_cache_bytes
         self.cache = cache if cache is not None else WeightCache(limit)
+        self.watch: Watch | None = None
         self._base: list[Any] = []
 
     @cached_property
@@ -164,6 +169,8 @@ class MilSession:
                 if loads:
                     self._load(loads, registers)
                 call(registers) if call is not None else self._touch_state(step, registers, buffers)
+                if self.watch is not None:
+                    self.watch(step.info, tuple(registers[slot] for slot in step.outs))
                 if loads:
                     self._drop(loads, registers)
                 if free:
