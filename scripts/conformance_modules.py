@@ -127,6 +127,13 @@ class Mlp(nn.Module):
         return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
 
 
+class CappedGelu(nn.Module):
+    """The activation of a GeGLU, and a softcap."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.nn.functional.gelu(x, approximate="tanh") * 0.02) * 50.0
+
+
 class Embedding(nn.Module):
     """Token ids to hidden states on channels."""
 
@@ -217,6 +224,7 @@ MODULES: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {
     "attention": (PlainAttention(), attention_inputs()),
     "mlp": (Mlp(), CHANNELS),
     "mlp_linear": (Mlp(linear=True), ROWS),
+    "gelu": (CappedGelu(), CHANNELS),
     "embedding": (Embedding(), {"token_ids": torch.zeros(1, TOKENS, dtype=torch.int32)}),
     "quotient": (Quotient(), CHANNELS),
     "head": (Head(), CHANNELS | {"row": torch.rand(1, 1, TOKENS, 1)}),
