@@ -45,7 +45,7 @@ def test_memory_grows_with_what_it_is_made_of(tmp_path):
 
 def test_the_peak_is_that_of_the_process_itself():
     """Not of the one that started it: `ru_maxrss` counts that where it is larger."""
-    code = "from pdconvert.pipeline import peak_bytes; print(peak_bytes())"
+    code = "from pdconvert.progress import peak_bytes; print(peak_bytes())"
     small, large = (
         int(
             subprocess.run([sys.executable, "-c", started], capture_output=True, check=True, text=True).stdout
