@@ -28,6 +28,7 @@ from pdconvert.cli import main
 from pdconvert.executors.mlx import DecodeModel
 from pdconvert.runtime.manifest import read_manifest
 from pdconvert.runtime.mask import MASKED, causal_mask
+from pdconvert.runtime.past import HostPast
 from pdconvert.runtime.tokenizer import eos_token_ids
 from pdconvert.runtime.weights import DecodeWeights
 from pdconvert.verify import open_prefill
@@ -96,10 +97,10 @@ def test_the_last_id_of_a_vocabulary_beyond_65536_wins_in_both_halves(
     manifest = read_manifest(tmp_path / "out")
     prefill, ids = open_prefill(manifest, "mil", "fp16"), [1, 65599, 40000]
     function = manifest.functions["prefill_128"]
-    from pdconvert.runtime.prefill import Past
-
-    logits = np.asarray(prefill.call(function, ids, Past(manifest, None))["logits"])
-    assert logits.shape == (1, rows, 1, 128)
+    outputs = prefill.call(function, ids, HostPast(manifest, None))
+    parts = [np.asarray(outputs[port.name]) for port in function.outputs if port.role == "logits"]
+    logits = np.concatenate(parts, 1)
+    assert len(parts) == 5 and logits.shape == (1, rows, 1, 128)
     assert (logits[0, :, 0, :3].argmax(0) == last).all()
     model = DecodeModel.load(manifest.decode, "dequantized")
     assert (model.logits(ids, model.new_cache()).argmax(-1) == last).all()
