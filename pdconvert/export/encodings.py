@@ -60,7 +60,13 @@ def _weight_1(name: str, form: QuantizedWeight) -> dict[str, Any]:
     scales = form.scale.reshape(-1).tolist()
     zeros = [0] * len(scales) if form.zero_point is None else form.zero_point.reshape(-1).tolist()
     shift = 1 << form.bits - 1 if form.signed else 0
-    entry = {"name": name, "enc_type": kind, "dtype": "INT", "bw": form.bits, "is_sym": form.zero_point is None}
+    entry = {
+        "name": name,
+        "enc_type": kind,
+        "dtype": "INT",
+        "bw": form.bits,
+        "is_sym": form.zero_point is None,
+    }
     block = {"block_size": form.block_size} if form.block_size else {}
     return {**entry, **block, "scale": scales, "offset": [-int(zero) - shift for zero in zeros]}
 
@@ -70,7 +76,9 @@ def encodings_2(weights: Mapping[str, QuantizedWeight], ranges: Mapping[str, Ran
     entries: list[dict[str, Any]] = []
     for name, found in ranges.items():
         scale, zero = grid(found)
-        entries.append({"name": name, "output_dtype": f"uint{ACTIVATION_BITS}", "y_scale": scale, "y_zero_point": zero})
+        entries.append(
+            {"name": name, "output_dtype": f"uint{ACTIVATION_BITS}", "y_scale": scale, "y_zero_point": zero}
+        )
     for name, form in weights.items():
         entry: dict[str, Any] = {"name": name, "output_dtype": f"{'' if form.signed else 'u'}int{form.bits}"}
         entry["y_scale"] = form.scale.tolist()

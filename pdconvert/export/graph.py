@@ -76,7 +76,9 @@ class GraphWriter:
         """Add a node with one output; returns the output's name."""
         from onnx import helper
 
-        self.nodes.append(helper.make_node(op_type, inputs, [output], name=output, domain=domain, **attributes))
+        self.nodes.append(
+            helper.make_node(op_type, inputs, [output], name=output, domain=domain, **attributes)
+        )
         return output
 
     def integers(self, output: str, values: Sequence[int]) -> str:
@@ -103,7 +105,9 @@ def element(value: Value) -> tuple[str, Any]:
         InputError: a type that this export does not have.
     """
     if value.dtype not in ELEMENTS:
-        raise InputError(f"export onnx: {value.name or 'a constant'} is of type {value.dtype}, which is not exported")
+        raise InputError(
+            f"export onnx: {value.name or 'a constant'} is of type {value.dtype}, which is not exported"
+        )
     return ELEMENTS[value.dtype]
 
 
@@ -139,7 +143,9 @@ def translate(function: FunctionView, data: WeightData) -> tuple[Any, GraphWrite
     missing = sorted({op.type for op in function.ops} - set(ROWS))
     if missing:
         first = next(op for op in function.ops if op.type == missing[0])
-        raise refusal(first, f"in function {function.name} has no row in the table (pdconvert/export/rows.py)")
+        raise refusal(
+            first, f"in function {function.name} has no row in the table (pdconvert/export/rows.py)"
+        )
     for op in function.ops:
         ROWS[op.type](writer, op)
     inputs = [_info(name, value) for name, value in {**function.inputs, **function.states}.items()]

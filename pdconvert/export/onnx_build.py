@@ -1,13 +1,13 @@
 """`pdconvert export onnx`: the package of a build as ONNX models, checked against the package itself.
 
-    DIR/
-      export.json                       what lies here, from which build, checks, verdict
-      FUNCTION.onnx                     one model per function
-      weights.data                      their weights, each once
-      FUNCTION.encodings-1.0.0.json     AIMET-style
-      FUNCTION.encodings-2.0.0.json
-      FUNCTION.fold.onnx …              after each step of optimization that was asked for
-      test_vectors/                     the build's
+DIR/
+  export.json                       what lies here, from which build, checks, verdict
+  FUNCTION.onnx                     one model per function
+  weights.data                      their weights, each once
+  FUNCTION.encodings-1.0.0.json     AIMET-style
+  FUNCTION.encodings-2.0.0.json
+  FUNCTION.fold.onnx …              after each step of optimization that was asked for
+  test_vectors/                     the build's
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def export_onnx(
     """
     manifest = read_manifest(build)
     if len(manifest.packages) != 1:
-        raise InputError(f"{build}: its model is in {len(manifest.packages)} parts; build it without split_model")
+        raise InputError(
+            f"{build}: its model is in {len(manifest.packages)} parts; build it without split_model"
+        )
     names = list(functions) or list(manifest.functions)
     for name in names:
         manifest.parts_of(name)

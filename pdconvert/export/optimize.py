@@ -58,7 +58,9 @@ def optimize(model: Path, step: str) -> Path:
     before, after = (onnx.load(path, load_external_data=False) for path in (model, target))
     used = {node.domain for node in after.graph.node}
     if used != {""}:
-        raise CheckFailed(f"{target}: step {step} wrote ops of {', '.join(sorted(used - {''}))}; leave it out")
+        raise CheckFailed(
+            f"{target}: step {step} wrote ops of {', '.join(sorted(used - {''}))}; leave it out"
+        )
     if softmaxes(before) != softmaxes(after):
         raise CheckFailed(
             f"{target}: step {step} left {softmaxes(after)} of {softmaxes(before)} Softmax nodes; leave it out"

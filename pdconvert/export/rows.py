@@ -77,7 +77,9 @@ def _layer_norm(graph: GraphWriter, op: Op) -> None:
 
 def _conv(graph: GraphWriter, op: Op) -> None:
     kernel = list(_shape(op, "weight")[2:])
-    padded = op.param("pad_type", "valid") != "valid" and (op.param("pad_type") != "custom" or any(op.param("pad") or ()))
+    padded = op.param("pad_type", "valid") != "valid" and (
+        op.param("pad_type") != "custom" or any(op.param("pad") or ())
+    )
     if padded:
         raise refusal(op, "is padded")
     inputs = [graph.input(op, "x"), graph.input(op, "weight")]

@@ -34,9 +34,7 @@ def open_session(model: Path, options: Any = None, **more: Any) -> Any:
     options.log_severity_level = ERRORS_ONLY
     options.add_session_config_entry(*EXACT_PRODUCTS)
     try:
-        return onnxruntime.InferenceSession(
-            model, options, providers=["CPUExecutionProvider"], **more
-        )
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"], **more)
     except (errors.Fail, errors.InvalidGraph, errors.NotImplemented, errors.InvalidArgument) as error:
         raise InputError(f"{model}: ONNX Runtime does not load it: {str(error).splitlines()[0]}") from error
 
@@ -45,7 +43,8 @@ def feed(case: Case) -> dict[str, np.ndarray]:
     """A test vector as an exported model takes it: floats widened to float32, states among the inputs."""
     given: Mapping[str, np.ndarray] = {**case.inputs, **case.states}
     return {
-        name: value.astype(np.float32) if value.dtype == np.float16 else value for name, value in given.items()
+        name: value.astype(np.float32) if value.dtype == np.float16 else value
+        for name, value in given.items()
     }
 
 

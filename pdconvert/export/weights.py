@@ -52,13 +52,17 @@ def shift_scale(graph: GraphWriter, op: Op) -> None:
     if math.prod(blocks) == 1:
         form = _form(data, values.reshape(()), None, None)
     else:
-        per_channel = [a for a in range(len(shape)) if blocks[a] == shape[a] and math.prod(blocks) == blocks[a]]
+        per_channel = [
+            a for a in range(len(shape)) if blocks[a] == shape[a] and math.prod(blocks) == blocks[a]
+        ]
         if per_channel:
             form = _form(data, values.reshape(-1), None, per_channel[0])
         else:
             cut = [a for a in range(len(shape)) if blocks[a] != shape[a]]
             if len(cut) != 1:
-                raise refusal(op, f"has scales {blocks} for data {shape}, which are not by channel or one axis' blocks")
+                raise refusal(
+                    op, f"has scales {blocks} for data {shape}, which are not by channel or one axis' blocks"
+                )
             form = _form(data, values, None, cut[0], shape[cut[0]] // blocks[cut[0]])
     _dequantize(graph, op, data, form)
 
@@ -85,7 +89,9 @@ def tables(graph: GraphWriter, op: Op) -> None:
     key = record_key(indices, f"{kind} {flat}")
     graph.add_initializer(codes, kind, flat, key, lambda: held_array(indices).astype(np.uint8))
     entries = held_array(lut).astype(np.float32)
-    graph.add_initializer(f"{op.name}_tables", "FLOAT", (groups, size), record_key(lut, "FLOAT"), lambda: entries)
+    graph.add_initializer(
+        f"{op.name}_tables", "FLOAT", (groups, size), record_key(lut, "FLOAT"), lambda: entries
+    )
     from onnx import TensorProto
 
     index = graph.node("Cast", [codes], f"{op.name}_index", to=TensorProto.INT32)
@@ -115,7 +121,9 @@ def _dequantize(graph: GraphWriter, op: Op, data: Value, form: QuantizedWeight) 
     names = [f"{op.name}_codes", f"{op.name}_scale"]
     graph.add_initializer(names[0], kind, data.shape, record_key(data, kind), lambda: held_array(data))
     scales = _plain(op, "scale")
-    graph.add_initializer(names[1], "FLOAT", form.scale.shape, record_key(scales, "FLOAT"), lambda: form.scale)
+    graph.add_initializer(
+        names[1], "FLOAT", form.scale.shape, record_key(scales, "FLOAT"), lambda: form.scale
+    )
     if form.zero_point is not None:
         zeros = form.zero_point
         names.append(f"{op.name}_zero_point")
