@@ -94,7 +94,8 @@ def export_onnx(
             expected = [_package_outputs(MilSession(package, name, cache=cache), case) for case in own]
             found, files = _finish(folder, manifest, name, own, expected, steps, weights[name])
             checks += found
-            entries[name] = {**files, "inputs": _ports(manifest, name, "inputs")}
+            ports = {kind: _ports(manifest, name, kind) for kind in ("inputs", "outputs", "states")}
+            entries[name] = {**files, **ports}
         shutil.copytree(build / VECTORS, folder / VECTORS)
         content = {
             "schema": schema.SCHEMA,

@@ -16,7 +16,8 @@ import numpy as np
 
 from pdconvert.export.session import open_session
 
-MASK = "mask"
+MASKS = frozenset({"mask", "mask_window"})
+"""Inputs that are masks."""
 MASKED_VALUE = -20000.0
 """What is lower in a tensor that the mask went into is masked."""
 MASKED_BELOW = 24.0
@@ -38,17 +39,17 @@ class Masked:
     """Tensors that the mask went into.
 
     Attributes:
-        masks: the mask itself, cut or reshaped.
+        masks: the masks themselves, cut or reshaped.
         sums: scores after the mask was added → the scores before.
     """
 
-    masks: set[str] = field(default_factory=set)
+    masks: set[str]
     sums: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: Any) -> Masked:
-        """Follow the input `mask` through a graph."""
-        found = cls({MASK} if any(item.name == MASK for item in graph.input) else set())
+        """Follow the masks through a graph."""
+        found = cls({item.name for item in graph.input if item.name in MASKS})
         for node in graph.node:
             inputs, output = list(node.input), node.output[0]
             if node.op_type == "Add" and found.masks & set(inputs):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -128,7 +128,7 @@ def _dequantize(graph: GraphWriter, op: Op, data: Value, form: QuantizedWeight) 
         zeros = form.zero_point
         names.append(f"{op.name}_zero_point")
         graph.add_initializer(names[2], kind, zeros.shape, None, lambda: zeros)
-    attributes = {} if form.axis is None else {"axis": form.axis}
+    attributes: dict[str, Any] = {} if form.axis is None else {"axis": form.axis}
     attributes |= {"block_size": form.block_size} if form.block_size else {}
     graph.node("DequantizeLinear", names, op.name, **attributes)
     graph.quantized[op.name] = form
