@@ -317,4 +317,10 @@ def test_json_is_one_object(built, tmp_path):
 
 def test_codes_of_4_bits_are_packed_low_half_first():
     assert packed(np.array([[1, -1, 7]], np.int8), "INT4") == bytes([0xF1, 0x07])
-    assert onnx_build.FLOOR_DB == 55
+
+
+def test_the_command_line_offers_every_step():
+    """It names them itself, so that --help imports nothing heavy."""
+    from pdconvert.cli import export
+
+    assert export.STEPS == optimize.STEPS and onnx_build.FLOOR_DB == 55
