@@ -26,6 +26,7 @@ from pdconvert.export import onnx_build, optimize, rows
 from pdconvert.export.data import packed
 from pdconvert.export.onnx_build import export_onnx
 from pdconvert.export.session import feed, open_session, run_case
+from pdconvert.families import gemma3_text
 from pdconvert.measure import sqnr_db
 from pdconvert.pipeline import build
 from pdconvert.recipe import load_recipe, recipe_from_data
@@ -35,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 CONV = ["linear_to_conv2d", "eager_gqa_attention", {"safe_rms_norm": {"method": "row_max"}}, "rope_as_input"]
 LAYER_NORM = [*CONV[:2], {"safe_rms_norm": {"method": "layer_norm"}}, "rope_as_input"]
 LONG = [{"tokens": 16}, {"tokens": 16, "past": 32}]
+WINDOWS = {**gemma3_text.TINY, "vocab_size": 320, "bos_token_id": 256, "eos_token_id": 257}
 
 FORMS: dict[str, dict[str, Any]] = {
     "w8": {"quantize": {"scheme": "w8a16"}},
@@ -50,6 +52,11 @@ FORMS: dict[str, dict[str, Any]] = {
     },
     "tables of 6 bits": {"quantize": {"scheme": "w6a16", "form": "lut", "granularity": "per_tensor"}},
     "linears, no other pass": {"quantize": {"scheme": "w8a16"}, "passes": ["rope_as_input"]},
+    "windows, two embeddings of positions": {
+        "quantize": {"scheme": "w8a16"},
+        "source": {"random": {"seed": 0, "config": WINDOWS}},
+        "prefill": {"functions": LONG},
+    },
     "fp16": {"quantize": {"scheme": "none"}, "prefill": {"outputs": "logits", "logits": "all"}},
 }
 
@@ -66,6 +73,7 @@ def built(tmp_path_factory, request):
             data["passes"] = [*form.get("passes", CONV), {"quantize_weights": form["quantize"]}]
             data["prefill"] |= {"functions": LONG[:1], **form.get("prefill", {})}
             data["decode"] = {"grid": "shared"}
+            data["source"] = form.get("source", data["source"])
             data["gates"] = {}
             folder = tmp_path_factory.mktemp("build")
             recipe = recipe_from_data(data, where="test", folder=folder)
@@ -232,9 +240,9 @@ def simulated(path: Path, entries: list[Mapping[str, Any]]) -> Path:
 
 
 def test_the_mask_does_not_take_the_range_of_the_scores(built, tmp_path):
-    content, _ = encoded(built("w8"), tmp_path / "out", "2.0.0")
+    content, _ = encoded(built("windows, two embeddings of positions"), tmp_path / "out", "2.0.0")
     step = {entry["name"]: entry["y_scale"] for entry in content["encodings"]}
-    assert step["mask"] < 1e-2
+    assert step["mask"] < 1e-2 and step["mask_window"] < 1e-2
 
 
 def test_every_op_that_the_lowering_writes_has_a_row():
