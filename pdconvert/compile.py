@@ -139,6 +139,7 @@ class Compiler:
         probe_ids, window_ids: token ids of the probe (T) and of held-out windows (N, W).
         fixed: by block, stored tensors that take the place of what the quantizer would compute, in files: those of
             an earlier compilation, then those that were learned from them.
+        embedding_bits: of the stored embedding; 32 where only the MLX half holds it, on the checkpoint's own grid.
         calibration_ids: token ids of calibration text (N, W); empty where no pass looks at it.
         device: where calibrated passes compute.
     """
@@ -363,9 +364,11 @@ def _block(
 
 
 def store_matrix(weight: Tensor, bits: int, group: int, name: str) -> Stored:
-    """A matrix on a symmetric grid, or in fp16 for 16 bits."""
+    """A matrix on a symmetric grid, in fp16 for 16 bits, or as it is for 32."""
     from passes.quantize_weights import to_fp16
 
+    if bits == 32:
+        return weight
     return to_fp16(weight, name) if bits == 16 else quantize_symmetric(weight, bits, name, group)
 
 

@@ -29,11 +29,12 @@ from pdconvert.prepare_quantization import allocate_bits, calibration_tokens, le
 from pdconvert.process import output_folder
 from pdconvert.progress import Progress, peak_bytes
 from pdconvert.proof import prove
-from pdconvert.quant.store import Stored
+from pdconvert.quant.store import DecodeStored
 from pdconvert.recipe.passes import calibrated
 from pdconvert.report.load import BuildReport
 from pdconvert.report.page import write_page
 from pdconvert.report.summary import summary
+from pdconvert.source_grid import SourceBlock, source_blocks
 from pdconvert.sources import open_source
 from pdconvert.split import package_parts, part_path
 
@@ -103,11 +104,13 @@ def build(
         compiler = make_compiler(plan, texts, hashes, calibration_ids, device)
 
         blocks = _compiled(compiler, cache, progress, "compile")
-        decode_blocks = blocks
+        decode_blocks: Sequence[StoredBlock | SourceBlock] = blocks
         if recipe.decode.grid == "own":
             no_graph: dict[str, tuple[Pass, ...]] = dict.fromkeys(compiler.graph_passes, ())
             own = replace(compiler, passes=plan.decode_passes, graph_passes=no_graph)
             decode_blocks = _compiled(own, cache, progress, "decode half")
+        elif recipe.decode.grid == "source":
+            decode_blocks = source_blocks(plan, blocks)
         ledger = Ledger([step for block in blocks for step in block.steps()])
         with progress.stage("greedy tokens of the reference"):
             greedy = _greedy(compiler, texts)
@@ -236,9 +239,14 @@ def _write_packages(
         )
 
 
-def decode_tensors(plan: Plan, blocks: Sequence[StoredBlock]) -> Iterator[tuple[str, Stored]]:
+def decode_tensors(
+    plan: Plan, blocks: Sequence[StoredBlock | SourceBlock]
+) -> Iterator[tuple[str, DecodeStored]]:
     """The decode half's tensors by their mlx-lm names, one block at a time."""
     for block in blocks:
+        if isinstance(block, SourceBlock):
+            yield from block.tensors().items()
+            continue
         tensors = block.tensors()
         if block.name == "embedding":
             yield "model.embed_tokens.weight", tensors["weight"]

@@ -22,6 +22,7 @@ from pdconvert.program import Pass
 from pdconvert.quant.grid import decode_group
 from pdconvert.ranges import Ranges, measure_ranges
 from pdconvert.reference import Reference
+from pdconvert.source_grid import EMBEDDING, check_source_grid, keeps_grid
 from pdconvert.sources.base import Source
 
 if TYPE_CHECKING:
@@ -198,7 +199,10 @@ def make_plan(recipe: Recipe, source: Source, *, complete: bool = True) -> Plan:
     passes = tuple(recipe.passes)
     if "quantize_weights" not in listed:
         passes = (*passes, QuantizeWeights(scheme="none"))
-    return Plan(recipe, source, family, spec, shapes, decode_config, passes, tuple(notes))
+    plan = Plan(recipe, source, family, spec, shapes, decode_config, passes, tuple(notes))
+    if recipe.decode.grid == "source" and complete:
+        check_source_grid(plan)
+    return plan
 
 
 def _check_form(item: QuantizeWeights, target: str) -> None:
@@ -350,7 +354,7 @@ def make_compiler(
         passes=forms.passes,
         head_passes=forms.head_passes,
         graph_passes=forms.graph_passes,
-        embedding_bits=decode.embedding_bits,
+        embedding_bits=32 if keeps_grid(plan, EMBEDDING) else decode.embedding_bits,
         embedding_group=decode_group(plan.spec.hidden_size) if plan.decode_only_matrices else 0,
         raw_keys=forms.raw_keys,
         probe_ids=texts.probe,

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -265,8 +266,10 @@ def test_help_and_version() -> None:
     assert commands == [command.name for command in SUBCOMMANDS]
     assert {"build", "run", "verify", "inspect", "exec", "lint", "list", "doctor"} <= set(commands)
     assert invoke("--version").stdout == f"pdconvert, version {__version__}\n"
-    for command in commands:
-        assert "--json" in invoke(command, "--help").stdout, command
+    for command in SUBCOMMANDS:
+        inner = [[name] for name in command.commands] if isinstance(command, click.Group) else [[]]
+        for names in inner:
+            assert "--json" in invoke(str(command.name), *names, "--help").stdout, (command.name, names)
 
 
 def start(*args: str, **options: Any) -> subprocess.Popen:

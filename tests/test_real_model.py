@@ -226,3 +226,29 @@ def test_six_functions_cost_hardly_more_than_one(tmp_path, long):
             file.stat().st_size for file in (folder / "prefill.mlpackage").rglob("*") if file.is_file()
         )
     assert sizes[6] <= 1.03 * sizes[1], sizes
+
+
+def test_the_w8_package_as_onnx(w8, tmp_path):
+    from pdconvert.export.onnx_build import export_onnx
+
+    report = export_onnx(w8[0], tmp_path / "onnx", steps=["fold", "fuse"])
+    assert report["verdict"] == "pass", report["checks"]
+    assert min(float(check["value"]) for check in report["checks"]) > 80
+
+
+def test_the_files_own_grid_decodes_as_the_reference(tmp_path):
+    import numpy as np
+
+    from pdconvert.runtime.weights import DecodeWeights
+    from pdconvert.sources import open_source
+
+    recipe = load_recipe("smollm2-135m", overrides=["decode.grid=source"])
+    result = build(recipe, tmp_path / "out")
+    assert result.verdict == "pass", result.summary
+    checks = checks_of(tmp_path / "out")
+    assert checks["MLX alone: KLD, mean"]["value"] < 1e-5 < checks["pair: KLD, mean"]["value"]
+    source, held = open_source(recipe.source), DecodeWeights(tmp_path / "out" / "decode")
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"):
+        module = f"model.layers.17.{name}"
+        expected = source.read(f"{module}.weight").numpy()
+        np.testing.assert_array_equal(held.rows(module, range(len(expected))), expected)

@@ -165,7 +165,11 @@ def test_what_is_not_yaml(tmp_path: Path, text: str, expected: str) -> None:
         ("decode: {head_bits: 4}", "decode.head_bits: 4: expected one of 8, 16"),
         ("decode: {head_bits: 8.0}", "decode.head_bits: 8.0: expected one of 8, 16"),
         ("decode: {head_bits: '8'}", "decode.head_bits: '8': expected one of 8, 16"),
-        ("decode: {grid: own}", "decode.grid: 'own': expected shared"),
+        ("decode: {grid: theirs}", "decode.grid: 'theirs': expected one of shared, own, source"),
+        (
+            "decode: {grid: source, bits: 4}",
+            "decode.bits: has no meaning with decode.grid source; set decode.grid to own",
+        ),
         ("gates: {kv_db: '30'}", "gates.kv_db: '30': expected a number, not a string: leave out the quotes"),
         ("gates: {kv_db: true}", "gates.kv_db: True: expected a number"),
         ("gates: {kv_db: .nan}", "gates.kv_db: nan: expected a finite number"),

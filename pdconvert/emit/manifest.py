@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pdconvert
 from pdconvert import schema
-from pdconvert.compile import CompiledBlock
+from pdconvert.compile import CompiledBlock, StoredBlock
 from pdconvert.emit.mlx import DecodeFolder
 from pdconvert.inspect_package import weight_sharing
 from pdconvert.lowering.contract import FunctionShape, Part, input_ports, output_ports, state_ports
@@ -24,6 +24,7 @@ from pdconvert.model import ModelSpec, Rope
 from pdconvert.prepare import Plan, Texts
 from pdconvert.process import list_files
 from pdconvert.progress import Stage
+from pdconvert.source_grid import SourceBlock
 from pdconvert.split import WHOLE, part_path
 
 TOOLS = (
@@ -56,7 +57,7 @@ class Emitted:
     texts: Texts
     hashes: dict[str, str]
     blocks: Sequence[CompiledBlock]
-    decode_blocks: Sequence[CompiledBlock]
+    decode_blocks: Sequence[StoredBlock | SourceBlock]
     calibration: dict[str, Any] | None
     decode: DecodeFolder
     store_hash: str
@@ -192,7 +193,7 @@ def _function(plan: Plan, shape: FunctionShape, part: Part | None) -> dict[str, 
     }
 
 
-def bits_per_weight(blocks: Sequence[CompiledBlock]) -> float:
+def bits_per_weight(blocks: Sequence[StoredBlock | SourceBlock]) -> float:
     """Bits of codes and scales per weight of the decoder's linears; 16 where they are not quantized."""
     bits = weights = 0
     for block in blocks:

@@ -3,7 +3,8 @@
 A record with signed codes becomes MLX's affine form without any new rounding: unsigned codes, the fp16
 scales repeated for every MLX group, and biases −2^(bits−1)·scale. MLX knows groups of 32, 64 and 128
 inputs; a weight that none of them divides is written as plain fp16 and reported, and so is one whose
-values come from lookup tables, which MLX has no form for.
+values come from lookup tables, which MLX has no form for. A weight on its checkpoint's own affine grid is
+written as it is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,8 +24,8 @@ from pdconvert.errors import CheckFailed, InputError
 from pdconvert.quant.packing import code_offset, pack_words, unsigned_codes
 
 if TYPE_CHECKING:
-    from pdconvert.quant.grid import LutLinear, QuantizedLinear
-    from pdconvert.quant.store import Stored
+    from pdconvert.quant.grid import AffineLinear, LutLinear, QuantizedLinear
+    from pdconvert.quant.store import DecodeStored
 
 MLX_GROUPS = (128, 64, 32)
 """Group sizes of `mx.quantize(mode="affine")`, the one with the fewest scales first."""
@@ -79,7 +80,10 @@ def mlx_group(inputs: int, group: int) -> int | None:
 
 
 def write_decode_folder(
-    folder: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Stored]], source: TokenizerSource
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, DecodeStored]],
+    source: TokenizerSource,
 ) -> DecodeFolder:
     """Writes weights, index, config.json and tokenizer.
 
@@ -128,11 +132,11 @@ def write_decode_folder(
     return DecodeFolder(files, writer.total_bytes, quantization, tuple(unquantized))
 
 
-def check_store_equality(folder: Path, tensors: Iterable[tuple[str, Stored]]) -> StoreEquality:
+def check_store_equality(folder: Path, tensors: Iterable[tuple[str, DecodeStored]]) -> StoreEquality:
     """Compares what MLX reads from a decode folder with the store, value by value.
 
-    Quantized weights are de-quantized by MLX itself in fp32, and must equal codes · scales in fp32 bit
-    for bit; plain tensors must equal the stored values in fp16.
+    Quantized weights are de-quantized by MLX itself in fp32, and must equal codes · scales (+ biases) in fp32
+    bit for bit; plain tensors must equal the stored values in fp16.
 
     Args:
         folder: a decode folder.
@@ -165,10 +169,11 @@ def check_store_equality(folder: Path, tensors: Iterable[tuple[str, Stored]]) ->
     return StoreEquality(count, values)
 
 
-def _as_record(value: Stored) -> QuantizedLinear | None:
-    from pdconvert.quant.grid import QuantizedLinear
+def _as_record(value: DecodeStored) -> QuantizedLinear | AffineLinear | None:
+    """A value that MLX may hold as codes."""
+    from pdconvert.quant.grid import AffineLinear, QuantizedLinear
 
-    return value if isinstance(value, QuantizedLinear) else None
+    return value if isinstance(value, QuantizedLinear | AffineLinear) else None
 
 
 def _module(name: str) -> str:
@@ -184,15 +189,20 @@ def _rows_at_a_time(shape: tuple[int, ...]) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, shape[0], rows))
 
 
-def _dequantized(record: QuantizedLinear, rows: slice) -> np.ndarray:
-    """codes · scales of some rows, fp32 (R, I); exact."""
+def _dequantized(record: QuantizedLinear | AffineLinear, rows: slice) -> np.ndarray:
+    """codes · scales (+ biases) of some rows, fp32 (R, I); exact, but for the sum, which is rounded once."""
+    from pdconvert.quant.grid import AffineLinear
+
+    if isinstance(record, AffineLinear):
+        parts = {name: getattr(record, name)[rows] for name in ("codes", "scales", "biases")}
+        return replace(record, **parts).dequantize().numpy()
     scales = record.scales[rows].float().numpy()
     codes = record.codes[rows].numpy()
     grouped = codes.reshape(codes.shape[0], scales.shape[1], -1).astype(np.float32) * scales[:, :, None]
     return grouped.reshape(codes.shape)
 
 
-def _float_rows(value: Stored, rows: slice) -> np.ndarray:
+def _float_rows(value: DecodeStored, rows: slice) -> np.ndarray:
     """Some rows of a value in fp32."""
     from torch import Tensor
 
@@ -211,7 +221,7 @@ def _looked_up(record: LutLinear, rows: slice) -> np.ndarray:
     return tables[chosen[:, None], codes]
 
 
-def _write_plain(writer: ShardWriter, name: str, value: Stored) -> None:
+def _write_plain(writer: ShardWriter, name: str, value: DecodeStored) -> None:
     def halves() -> Iterator[np.ndarray]:
         for rows in _rows_at_a_time(value.shape):
             exact = _float_rows(value, rows)
@@ -228,8 +238,13 @@ def _write_plain(writer: ShardWriter, name: str, value: Stored) -> None:
     writer.add(name, "F16", tuple(value.shape), halves())
 
 
-def _write_record(writer: ShardWriter, name: str, record: QuantizedLinear, group: int) -> None:
+def _write_record(writer: ShardWriter, name: str, record: QuantizedLinear | AffineLinear, group: int) -> None:
     """The three tensors of an affine-quantized MLX module."""
+    from pdconvert.quant.grid import AffineLinear
+
+    if isinstance(record, AffineLinear):
+        _write_affine(writer, name, record)
+        return
     outputs, inputs = record.shape
     columns = inputs // record.group if record.group else 1
     if tuple(record.scales.shape) != (outputs, columns):
@@ -257,6 +272,16 @@ def _write_record(writer: ShardWriter, name: str, record: QuantizedLinear, group
         writer.add(f"{_module(name)}.{part}", "F16", (outputs, inputs // group), [values.repeat(repeats, 1)])
 
 
+def _write_affine(writer: ShardWriter, name: str, record: AffineLinear) -> None:
+    """The three tensors of a module whose grid is MLX's already."""
+    rows = _rows_at_a_time(record.shape)
+    words = (pack_words(record.codes[part].numpy(), record.bits) for part in rows)
+    writer.add(name, "U32", (record.shape[0], record.shape[1] * record.bits // 32), words)
+    for part in ("scales", "biases"):
+        values = getattr(record, part).numpy()
+        writer.add(f"{_module(name)}.{part}", "F16", values.shape, [values])
+
+
 def quantization_config(grids: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
     """The `quantization` object of mlx-lm: the commonest grid, and every module that has another one."""
     if not grids:
@@ -271,7 +296,7 @@ def quantization_config(grids: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
     }
 
 
-def _compare(where: str, arrays: Mapping[str, Any], value: Stored, group: int | None) -> None:
+def _compare(where: str, arrays: Mapping[str, Any], value: DecodeStored, group: int | None) -> None:
     """Raises CheckFailed at the first row chunk in which MLX's values differ from the store's.
 
     `group` is the MLX group of a quantized weight, None for a plain one.

@@ -11,18 +11,19 @@ import json
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdconvert.emit.mlx import mlx_group, quantization_config
 from pdconvert.emit.shards import DTYPES, index_text, plan_shards
-from pdconvert.forecast.weightless import Store, raw_bytes, weightless_blocks
+from pdconvert.forecast.weightless import Store, on_source_grid, raw_bytes, weightless_blocks
 from pdconvert.lowering.contract import Part
 from pdconvert.model import ModelSpec
 from pdconvert.prepare import Plan, make_forms
 from pdconvert.quant.grid import QuantizedLinear
-from pdconvert.quant.store import Stored
+from pdconvert.quant.store import DecodeStored, Stored
+from pdconvert.source_grid import keeps_grid
 
 BLOB_ALIGNMENT = 64
 NARROW = 256
@@ -81,15 +82,23 @@ def blob_bytes(stored: Stored, target: str) -> int:
     return sum(BLOB_ALIGNMENT + math.ceil(size / BLOB_ALIGNMENT) * BLOB_ALIGNMENT for size in sizes)
 
 
+def decode_stored(plan: Plan, store: Store) -> Iterator[tuple[str, DecodeStored]]:
+    """The tensors of the decode folder, without their values; with decode.grid source, in the checkpoint's types."""
+    from pdconvert.pipeline import decode_tensors
+
+    infos = plan.source.tensors()
+    for name, stored in decode_tensors(plan, store.decode_blocks):
+        kept = keeps_grid(plan, name)
+        yield name, on_source_grid(stored, plan.source.grids[infos[name].dtype]) if kept else stored
+
+
 def decode_entries(
     plan: Plan, store: Store
 ) -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, tuple[int, int]]]:
     """Name, dtype and shape of every tensor of the decode folder, and MLX's grid (group, bits) of each module."""
-    from pdconvert.pipeline import decode_tensors
-
     entries: list[tuple[str, str, tuple[int, ...]]] = []
     grids: dict[str, tuple[int, int]] = {}
-    for name, stored in decode_tensors(plan, store.decode_blocks):
+    for name, stored in decode_stored(plan, store):
         group = mlx_group(stored.shape[1], stored.group) if isinstance(stored, QuantizedLinear) else None
         if group is None or not isinstance(stored, QuantizedLinear):
             entries.append((name, "F16", tuple(stored.shape)))
@@ -112,10 +121,8 @@ def decode_read_bytes(plan: Plan, store: Store) -> int:
 
 def decode_bytes(plan: Plan, store: Store) -> tuple[int, int | None]:
     """Bytes of the decode folder: weight files with their index, and all other files."""
-    from pdconvert.pipeline import decode_tensors
-
     entries, grids = decode_entries(plan, store)
-    parameters = sum(math.prod(stored.shape) for _, stored in decode_tensors(plan, store.decode_blocks))
+    parameters = sum(math.prod(stored.shape) for _, stored in decode_stored(plan, store))
     shards = plan_shards(entries)
     content = sum(DTYPES[dtype].itemsize * math.prod(shape) for _, dtype, shape in entries)
     index = index_text(

@@ -12,7 +12,7 @@ from pdconvert.layer_tensors import block_shapes
 from pdconvert.prepare import Plan, make_forms
 from pdconvert.program import Block, Pass
 from pdconvert.quant.grid import LutLinear, QuantizedLinear
-from pdconvert.quant.store import Stored
+from pdconvert.quant.store import DecodeStored, Stored
 
 if TYPE_CHECKING:
     from passes import QuantizeWeights
@@ -130,6 +130,16 @@ def _graph_tensors(skeletons: Sequence[Block], blocks: Sequence[WeightlessBlock]
             if name not in unused:
                 found[f"{skeleton.name}.{name}"] = tensors[name]
     return found
+
+
+def on_source_grid(matrix: DecodeStored, bits: int) -> Stored:
+    """A matrix in the form of its checkpoint: codes in groups of 32, whose biases MLX stores for any grid, or fp16."""
+    rows, columns = matrix.shape
+    if bits == 16:
+        return torch.zeros((rows, columns), dtype=torch.float16, device="meta")
+    codes = torch.zeros((rows, columns), dtype=torch.int8, device="meta")
+    scales = torch.ones((rows, columns // 32), dtype=torch.float16, device="meta")
+    return QuantizedLinear(codes, scales, bits, 32)
 
 
 def raw_bytes(stored: Stored) -> list[int]:

@@ -79,6 +79,40 @@ class LutLinear:
         return self.tables.float().gather(1, grouped).view(self.codes.shape)
 
 
+@dataclass(frozen=True)
+class AffineLinear:
+    """A weight on the grid that its checkpoint has, as MLX holds it; value = codes · scales + biases.
+
+    Attributes:
+        codes: uint8 (O, I), below 2^bits.
+        scales: fp16 (O, I / group).
+        biases: fp16 (O, I / group).
+        bits: width of a code.
+        group: input channels that share a scale and a bias.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    biases: Tensor
+    bits: int
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits of codes, scales and biases."""
+        return self.codes.numel() * self.bits + 16 * (self.scales.numel() + self.biases.numel())
+
+    def dequantize(self) -> Tensor:
+        """The fp32 weight (O, I); the product is exact, the sum rounded once."""
+        grouped = self.codes.view(*self.scales.shape, self.group).float()
+        values = grouped * self.scales.float()[:, :, None] + self.biases.float()[:, :, None]
+        return values.view(self.codes.shape)
+
+
 Record = QuantizedLinear | LutLinear
 
 

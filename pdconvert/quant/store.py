@@ -12,10 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pdconvert.quant.grid import LutLinear, QuantizedLinear, Record
+from pdconvert.quant.grid import AffineLinear, LutLinear, QuantizedLinear, Record
 
 Stored = Tensor | QuantizedLinear | LutLinear
 """A stored tensor: fp16 as it is, or a quantized record."""
+
+DecodeStored = Stored | AffineLinear
+"""What the MLX half may hold: a stored tensor, or the checkpoint's own grid."""
 
 
 def dequantized(value: Stored) -> Tensor:

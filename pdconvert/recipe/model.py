@@ -123,14 +123,16 @@ class Decode(Strict):
 
     Attributes:
         grid: `shared`: the linears hold the same quantized values as the package; `own`: integers in groups of
-            input channels, which MLX holds best, with a quantization of their own.
+            input channels, which MLX holds best, with a quantization of their own; `source`: the grid that a GGUF
+            file of Q4_0, Q4_1 or Q8_0 has already, code by code; that of embedding and head too, where the package
+            holds neither.
         bits: of the linears' own grid.
         group_size: input channels that share a scale there.
         embedding_bits: of the token embedding; left out, 8 where weights are quantized, else 16.
         head_bits: of the output head, by the same rule.
     """
 
-    grid: Literal["shared", "own"] = "shared"
+    grid: Literal["shared", "own", "source"] = "shared"
     bits: Literal[4, 8] | None = None
     group_size: Literal[32, 64, 128] | None = None
     embedding_bits: Literal[8, 16] | None = None
@@ -139,8 +141,8 @@ class Decode(Strict):
     @model_validator(mode="after")
     def _sizes_need_own_grid(self) -> Self:
         for name in ("bits", "group_size"):
-            if self.grid == "shared" and getattr(self, name) is not None:
-                fail("has no meaning with decode.grid shared; set decode.grid to own", path=[name])
+            if self.grid != "own" and getattr(self, name) is not None:
+                fail(f"has no meaning with decode.grid {self.grid}; set decode.grid to own", path=[name])
         return self
 
 

@@ -6,12 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pdconvert.errors import InputError
 
 if TYPE_CHECKING:
     import torch
+
+    from pdconvert.quant.grid import AffineLinear
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Source(ABC):
         random: whether the weights are seeded random numbers.
         has_tokenizer: whether `write_tokenizer` can write one.
         no_tokenizer: what to say and do where there is none.
+        grids: stored types of matrices that MLX can hold as they are, in groups of 32 columns → bits; 16 for fp16.
     """
 
     label: str
@@ -47,6 +51,7 @@ class Source(ABC):
     random: bool = False
     has_tokenizer: bool = False
     no_tokenizer: str = "no tokenizer; add its files"
+    grids: Mapping[str, int] = MappingProxyType({})
 
     @abstractmethod
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -59,6 +64,14 @@ class Source(ABC):
     @abstractmethod
     def _read_rows(self, name: str, info: TensorInfo, ids: Sequence[int]) -> torch.Tensor:
         """Rows of a tensor in fp32."""
+
+    def read_grid(self, name: str) -> AffineLinear | torch.Tensor:
+        """A matrix of one of `grids` on the grid that the checkpoint has, or in fp16 where it is stored so.
+
+        Raises:
+            InputError: MLX cannot hold it exactly.
+        """
+        raise NotImplementedError(f"{type(self).__name__} names no grids")
 
     @abstractmethod
     def hashes(self) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pdconvert.model import is_gain
 from pdconvert.sources.base import Source, TensorInfo
 from pdconvert.sources.files import copy_files, write_json
 from pdconvert.sources.gguf_config import architecture_of, build_config, build_generation_config
+from pdconvert.sources.gguf_grid import GRIDS, affine
 from pdconvert.sources.gguf_header import GgufTensor, read_header
 from pdconvert.sources.gguf_tokenizer import check_tokenizer, save_tokenizer
 from pdconvert.sources.pieces import Pieces
@@ -18,6 +19,8 @@ from pdconvert.sources.pieces import Pieces
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from pdconvert.quant.grid import AffineLinear
 
 _ROPE_DIVISORS = "rope_freqs.weight"
 _IGNORED_PART = ".attn_rot_embd."
@@ -52,6 +55,7 @@ class GgufSource(Source):
     """
 
     no_tokenizer = "no tokenizer in its metadata; take a file that carries one"
+    grids = GRIDS
 
     def __init__(self, path: Path | Pieces, label: str | None = None, licenses: Sequence[Path] = ()) -> None:
         self.file = path if isinstance(path, Pieces) else Pieces((path,), path.name)
@@ -109,11 +113,31 @@ class GgufSource(Source):
     def _read_rows(self, name: str, info: TensorInfo, ids: Sequence[int]) -> torch.Tensor:
         import torch
 
+        return torch.from_numpy(self._dequantized(self._stored[name], self._stored_rows(name, info, ids)))
+
+    def _stored_rows(self, name: str, info: TensorInfo, ids: Sequence[int]) -> Sequence[int]:
+        """Where rows of the Hugging Face tensor lie in the file."""
         heads = self._interleaved_heads(name)
-        if heads:
-            half = info.shape[0] // heads // 2
-            ids = [row - row % (2 * half) + 2 * (row % half) + row % (2 * half) // half for row in ids]
-        return torch.from_numpy(self._dequantized(self._stored[name], ids))
+        if not heads:
+            return ids
+        half = info.shape[0] // heads // 2
+        return [row - row % (2 * half) + 2 * (row % half) + row % (2 * half) // half for row in ids]
+
+    def read_grid(self, name: str) -> AffineLinear | torch.Tensor:
+        import torch
+
+        tensor, info = self._stored[name], self._info(name)
+        value = self.read(name)
+        if tensor.type_name == "F16":
+            return value.half()
+        ids = self._stored_rows(name, info, range(info.shape[0]))
+        record = affine(b"".join(self._raw(tensor, ids)), tensor)
+        if not torch.equal(record.dequantize(), value):
+            raise InputError(
+                f"{self.label}: {name}: fp16 does not hold the scales and biases that MLX needs for its "
+                f"{tensor.type_name} blocks; set decode.grid to own"
+            )
+        return record
 
     def _interleaved_heads(self, name: str) -> int:
         """Heads of a tensor whose rows llama.cpp stores with RoPE pairs side by side; 0 for all others."""
@@ -134,22 +158,28 @@ class GgufSource(Source):
 
         width = tensor.shape[-1]
         result = np.empty((len(rows), width), dtype=np.float32)
-        step = max(1, _CHUNK_ELEMENTS // width)
+        first = 0
+        for raw in self._raw(tensor, rows):
+            blocks = np.frombuffer(raw, dtype=np.uint8).reshape(1, -1)
+            values = dequantize(blocks, GGMLQuantizationType[tensor.type_name]).reshape(-1, width)
+            result[first : first + len(values)] = values
+            first += len(values)
+        return result
+
+    def _raw(self, tensor: GgufTensor, rows: Sequence[int]) -> Iterator[bytearray]:
+        """Stored rows as they are in the file, some at a time."""
+        step = max(1, _CHUNK_ELEMENTS // tensor.shape[-1])
         with self.file.open() as file:
             for first in range(0, len(rows), step):
-                runs = list(_runs(rows[first : first + step]))
                 raw = bytearray()
-                for start, count in runs:
+                for start, count in _runs(rows[first : first + step]):
                     file.seek(tensor.offset + start * tensor.row_bytes)
                     raw += file.read(count * tensor.row_bytes)
                 if len(raw) != len(rows[first : first + step]) * tensor.row_bytes:
                     raise InputError(
                         f"{self.file}: the file became shorter while it was read; download it again"
                     )
-                blocks = np.frombuffer(raw, dtype=np.uint8).reshape(1, -1)
-                values = dequantize(blocks, GGMLQuantizationType[tensor.type_name])
-                result[first : first + step] = values.reshape(-1, width)
-        return result
+                yield raw
 
     def _named(self, tensors: dict[str, GgufTensor]) -> dict[str, GgufTensor]:
         """The tensors by Hugging Face name, in the file's order."""
