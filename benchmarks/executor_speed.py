@@ -12,9 +12,10 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from pdconvert.emit.vectors import read_vectors
@@ -66,6 +67,12 @@ def shipped(weights: DecodeWeights, name: str) -> torch.Tensor:
     return torch.from_numpy(weights.array(f"{module}.weight").astype("float32"))
 
 
+def keys_values(session: MilSession, inputs: Mapping[str, np.ndarray]) -> KeysValues:
+    """K and V of one run of the package."""
+    outputs = session.run(inputs)
+    return outputs["k"], outputs["v"]
+
+
 def compare(build: Path, runs: int) -> dict[str, float]:
     """Time both on the inputs of the build's first full test vector."""
     manifest = read_manifest(build)
@@ -78,8 +85,8 @@ def compare(build: Path, runs: int) -> dict[str, float]:
     sessions = {mode: MilSession(package, case.function, mode=mode) for mode in ("fp32", "fp16")}
     contenders: dict[str, Callable[[], KeysValues]] = {
         "hugging_face_eager_ms": eager,
-        "mil_fp32_ms": lambda: tuple(sessions["fp32"].run(case.inputs)[name] for name in ("k", "v")),
-        "mil_fp16_ms": lambda: tuple(sessions["fp16"].run(case.inputs)[name] for name in ("k", "v")),
+        "mil_fp32_ms": lambda: keys_values(sessions["fp32"], case.inputs),
+        "mil_fp16_ms": lambda: keys_values(sessions["fp16"], case.inputs),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     with torch.inference_mode():
