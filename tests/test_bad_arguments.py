@@ -169,12 +169,12 @@ TOKENIZER: dict[str, Any] = {
     "tokenizer.ggml.bos_token_id": 256,
     "tokenizer.ggml.eos_token_id": 257,
 }
-UNSUPPORTED = "{}: llama.expert_count (8) is not supported; take the Hugging Face form of the model"
+EXPERTS = "{}: general.architecture 'llama' is not supported: it is a mixture of experts, …"
 
 GGUF: dict[str, tuple[Mapping[str, Any], str]] = {
     "unsupported architecture": (
         {"arch": "mamba"},
-        "{}: general.architecture 'mamba' is not supported as GGUF (llama, …); take the Hugging Face form …",
+        "{}: general.architecture 'mamba' is not supported: it is state-space or other recurrent layers, …",
     ),
     "cut at the end": (
         {"cut": -100},
@@ -182,7 +182,7 @@ GGUF: dict[str, tuple[Mapping[str, Any], str]] = {
     ),
     "cut in the header": ({"cut": 100}, "{}: truncated inside its header; download it again"),
     "empty": ({"cut": 0}, "{}: the file is empty (0 bytes); download it again"),
-    "experts": ({"llama.expert_count": 8}, UNSUPPORTED),
+    "experts": ({"llama.expert_count": 8}, EXPERTS),
     "absurdly many layers": (
         {"llama.block_count": 10**9},
         "{}: llama.block_count is 1000000000, but the file has 21 tensors",

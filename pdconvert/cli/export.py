@@ -4,12 +4,16 @@ from pathlib import Path
 
 import click
 
-from pdconvert.cli.params import UserPath, echo_json, json_option, table
+from pdconvert.cli.params import UserPath, echo_json, examples, json_option, table
 
 STEPS = ("fold", "fuse")
 
 
-@click.group("export", short_help="Write a build for other tools.")
+@click.group(
+    "export",
+    short_help="Write a build for other tools.",
+    epilog=examples("pdconvert export onnx build/smollm2-135m --out onnx"),
+)
 def command() -> None:
     """Write a finished build in the form of other tools."""
 

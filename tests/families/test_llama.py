@@ -195,7 +195,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "width": (
         {"hidden_size": 66, "head_dim": 16},
-        "hidden_size 66 is not a multiple of num_attention_heads 4",
+        "hidden_size 66 is not a multiple of num_attention_heads 4, which is refused despite head_dim 16",
     ),
     "odd head": ({"head_dim": 15}, "head_dim 15 is odd; RoPE needs pairs"),
     "head of zero": ({"head_dim": 0}, "head_dim must be a positive integer, not 0"),
