@@ -18,6 +18,7 @@ from pdconvert.checks import Check, verdict
 from pdconvert.errors import InputError
 from pdconvert.pipeline import build
 from pdconvert.prepare import make_plan, make_texts
+from pdconvert.quant.grids import table_grid
 from pdconvert.recipe import Recipe, load_recipe, recipe_from_data
 from pdconvert.sources import open_source
 from pdconvert.verify import verify_build
@@ -206,6 +207,18 @@ def test_bits_under_a_budget(tmp_path):
     with pytest.raises(InputError, match="no choice of .* bits meets bits_per_weight 4"):
         build(with_quantizer(tiny(*LUT, *CALIBRATED), budget={"bits_per_weight": 4}), tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_tables_that_are_wrong_fail_the_build(tmp_path, monkeypatch):
+    """A palettized package whose output has next to nothing to do with the model's is not delivered as one."""
+
+    def wrong(weight, importance, bits, rows, name):
+        grid = table_grid(weight, importance, bits, rows, name)
+        return replace(grid, tables=grid.tables * 0.2)
+
+    monkeypatch.setattr("passes.quantize_weights.table_grid", wrong)
+    result = build(tiny(*LUT), tmp_path / "wrong")
+    assert result.verdict == "fail" and "quantize_weights" in result.summary
 
 
 def test_a_tampered_package_fails_verification(tmp_path):

@@ -9,7 +9,9 @@ from torch import nn
 from passes import EagerGqaAttention, LinearToConv2d, QuantizeWeights, RopeAsInput, SafeRmsNorm
 from passes.quantize_weights import to_fp16
 from pdconvert.errors import InputError
+from pdconvert.measure import sqnr_db
 from pdconvert.program import Block, Probe
+from pdconvert.quant.grid import LutLinear
 from pdconvert.reference import Reference
 
 MATRICES = {
@@ -111,3 +113,16 @@ def test_a_matrix_without_record_does_not_pass_unseen(layer: Block) -> None:
     some = {name: record for name, record in new.records.items() if "mlp" in name}
     with pytest.raises(AssertionError, match="a weight was skipped"):
         QuantizeWeights().ensures(layer, replace(new, records=some))
+
+
+def test_channels_that_no_group_divides_share_tables_in_smaller_groups() -> None:
+    """120 output channels in groups of 16: elsewhere such a weight was passed over, and scaled all the same."""
+    weight = torch.randn(120, 64, generator=torch.Generator().manual_seed(0))
+    linear = nn.Linear(64, 120, bias=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    block = Block("layers.0", nn.Sequential(linear), None)  # type: ignore[arg-type]
+    new = QuantizeWeights(scheme="w4a16", form="lut", group_size=16).run(block)
+    record = new.records["0.weight"]
+    assert isinstance(record, LutLinear) and record.rows == 8 and record.tables.shape == (15, 16)
+    assert torch.equal(new.module[0].weight, record.dequantize())
+    assert sqnr_db(weight, record.dequantize()) > 18
