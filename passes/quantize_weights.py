@@ -191,15 +191,6 @@ class QuantizeWeights:
         scales = torch.zeros((outputs, inputs // group if group else 1), dtype=torch.float16, device=device)
         return QuantizedLinear(torch.zeros(shape, dtype=torch.int8, device=device), scales, width, group)
 
-    def stored_bits(self, shape: tuple[int, int], width: int) -> float:
-        """Bits of a weight (O, I) at a width: codes with their scales or tables."""
-        outputs, inputs = shape
-        if self.form == "lut":
-            tables = 16 * (1 << width) * (outputs // self._rows(outputs, width))
-            return width * outputs * inputs + tables
-        groups = inputs // self._group(inputs) if self._group(inputs) else 1
-        return width * outputs * inputs + 16 * outputs * groups
-
     def _with_records(self, block: Block, quantize: Callable[[str, Tensor], Record]) -> Block:
         """The block with the values of its records, and of everything else in fp16."""
         module = rewrite(block.module, lambda part: None)

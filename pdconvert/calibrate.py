@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from pdconvert.errors import InputError
-from pdconvert.program import Probe
 from pdconvert.quant.calibration import Calibration
 from pdconvert.quant.store import Stored, dequantized
 from pdconvert.reference import Capture, Reference
@@ -207,9 +206,6 @@ class Flow:
                     part = slice(start, start + BATCH)
                     hidden[part] = self.reference.run(layer, hidden[part])[0]
             self._index += 1
-        return Calibration(self._streams[0], self._streams[1], partial(self._probe, index), self.device)
-
-    def _probe(self, index: int, hidden: Tensor) -> Probe:
-        positions = torch.arange(hidden.shape[1])
-        cos, sin = self.reference.rope(positions, index)
-        return Probe(hidden, positions, cos[0], sin[0])
+        return Calibration(
+            self._streams[0], self._streams[1], partial(self.reference.probe, index), self.device
+        )

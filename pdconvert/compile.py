@@ -251,7 +251,7 @@ class Compiler:
         with watch_linears(original) as clean:
             hidden, cache = reference.run(original, streams.reference)
         windows = reference.run(original, streams.windows)[0] if len(streams.windows) else streams.windows
-        probe = self._probe(streams.reference, index)
+        probe = self.reference.probe(index, streams.reference)
         attention_factor = spec.rope_of(spec.layers[index]).attention_factor
         unturn = self.raw_keys and spec.layers[index].rotary
         keys = unrotate(cache.keys, probe, attention_factor) if unturn else cache.keys
@@ -307,7 +307,7 @@ class Compiler:
     def _head(self, folder: Path, index: int, streams: Streams | None) -> None:
         assert streams is not None
         tensors = self.reference.head_tensors()
-        probe = self._probe(streams.reference, index - 1)
+        probe = self.reference.probe(index - 1, streams.reference)
         expected = {"logits": self.reference.logits(streams.reference, tensors)}
         block = plain_head(self.reference.spec, tensors)
         outputs, first = check_family(block, probe, expected)
@@ -318,11 +318,6 @@ class Compiler:
         _, _, more = run_passes(block, self.graph_passes["head"], probe, expected, outputs)
         _save_flow(folder, streams)
         _save_steps(folder, [first, *steps, *more])
-
-    def _probe(self, hidden: Tensor, index: int) -> Probe:
-        positions = torch.arange(hidden.shape[1])
-        cos, sin = self.reference.rope(positions, index)
-        return Probe(hidden, positions, cos[0], sin[0])
 
 
 def plain_layer(spec: ModelSpec, index: int, tensors: Mapping[str, Tensor] | None, raw_keys: bool) -> Block:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache as cache_results
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from pdconvert.compile import code_hash
 from pdconvert.errors import InputError
 from pdconvert.layer_tensors import block_shapes
 from pdconvert.quant.store import save_block
+from pdconvert.recipe.passes import calibrated
 from pdconvert.reference import Reference
 from pdconvert.sources.files import sha256_file
 
@@ -28,7 +30,7 @@ def calibration_tokens(
     plan: Plan, tokenizer: Tokenizer | None, cache: Cache, hashes: dict[str, str], device: str
 ) -> tuple[tuple[int, ...], ...]:
     """Token ids of the calibration text, (N, W); () where no pass looks at it. What the model wrote is kept."""
-    if not any(getattr(item, "calibrated", False) for item in plan.passes):
+    if not calibrated(plan.passes):
         return ()
     wanted, vocab = plan.recipe.calibration, plan.spec.vocab_size
     length = min(wanted.length, plan.spec.max_positions)
@@ -91,9 +93,11 @@ def allocate_bits(
         for name, shape in block_shapes(plan.spec, i).items()
     }
 
+    @cache_results
     def cost(name: str, width: int) -> float:
         rows, columns = shapes[f"{name}.weight"]
-        return plain.stored_bits((rows, columns), width)
+        form = replace(plain, bits={name: width})
+        return form.blank(f"{name}.weight", (rows, columns), "meta").stored_bits
 
     chosen = allocate(linears, plain.widths, cost, **quantizer.budget)
     wanted = ", ".join(f"{name} {value:g}" for name, value in quantizer.budget.items())

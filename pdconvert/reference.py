@@ -15,6 +15,7 @@ from pdconvert.blocks import softcap
 from pdconvert.families.config import reference_class
 from pdconvert.layer_tensors import read_layer, reference_state
 from pdconvert.model import ModelSpec
+from pdconvert.program import Probe
 from pdconvert.sources.base import Source
 
 KEEP_BYTES = 1 << 30
@@ -102,6 +103,12 @@ class Reference:
             return self.rotary(torch.zeros(1), positions[None])
         kind = "sliding_attention" if self.spec.layers[index].local_rope else "full_attention"
         return self.rotary(torch.zeros(1), positions[None], kind)
+
+    def probe(self, index: int, hidden: Tensor) -> Probe:
+        """What layer `index` is run on: (B, S, H) at positions 0 … S − 1."""
+        positions = torch.arange(hidden.shape[1])
+        cos, sin = self.rope(positions, index)
+        return Probe(hidden, positions, cos[0], sin[0])
 
     def run(
         self,

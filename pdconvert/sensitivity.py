@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from pdconvert.compile import plain_layer
 from pdconvert.measure import kl_divergence_nats
-from pdconvert.program import Probe
 from pdconvert.quant.allocation import Linear
 from pdconvert.quant.calibration import Calibration, reference_inputs, stages
 from pdconvert.reference import Reference
@@ -74,13 +74,7 @@ def _inputs(
 ) -> dict[str, Tensor]:
     """What each linear of a layer reads, (tokens, I), by name in the block."""
     block = plain_layer(reference.spec, index, tensors, raw_keys=False).to(device)
-
-    def probe(window: Tensor) -> Probe:
-        positions = torch.arange(window.shape[1])
-        cos, sin = reference.rope(positions, index)
-        return Probe(window, positions, cos[0], sin[0])
-
-    calibration = Calibration(hidden, hidden, probe, device)
+    calibration = Calibration(hidden, hidden, partial(reference.probe, index), device)
     groups = stages(block, next(calibration.windows(hidden)))
     found = reference_inputs(block, calibration, [names[0] for names in groups])
     return {name: found[names[0]] for names in groups for name in names}
