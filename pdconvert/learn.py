@@ -23,7 +23,7 @@ from pdconvert.quant.grids import snapped
 from pdconvert.quant.store import Stored, dequantized
 from pdconvert.reference import Reference
 
-BATCH = 4
+BATCH = 8
 WARM_UP = 0.1
 BETAS = (0.9, 0.95)
 

@@ -18,9 +18,12 @@ from pdconvert.reference import Reference
 if TYPE_CHECKING:
     from passes import QuantizeWeights
 
-SEQUENCES = 4
-TOKENS = 128
-"""Calibration text that is measured on; the rest of it is left to the rounding."""
+MEASURED = (4, 256)
+"""Sequences, the last ones, and tokens of each that the cost is measured on."""
+
+SEEN = (16, 512)
+"""Sequences, the first ones, and tokens of each that the rounding sees: other ones, since few tokens can be fitted
+by any rounding."""
 
 
 @torch.no_grad()
@@ -34,16 +37,15 @@ def measure_linears(
     """Damage of every linear of the decoder, each rounded alone by GPTQ, the others as in the checkpoint.
 
     Args:
-        sequences: calibration text; the first tokens of some are used.
+        sequences: calibration text; a part is rounded by, another measured on.
         quantizer: the pass, which says to what grid.
         track: wraps the loop over layers, for a progress bar.
 
     Returns:
         By block and name, such as "layers.3.mlp.down_proj".
     """
-    ids = torch.tensor([list(sequence[:TOKENS]) for sequence in sequences[:SEQUENCES]])
-    table = reference.source.read("model.embed_tokens.weight")
-    hidden = (table[ids] * reference.spec.embedding_scale).to(device)
+    table = reference.source.read("model.embed_tokens.weight") * reference.spec.embedding_scale
+    measured, seen = (table[ids].to(device) for ids in _parts(sequences))
     depth = len(reference.spec.layers)
     layers = [reference.module(i, reference.read_layer(i)).to(device) for i in range(depth)]
     head = {name: value.to(device) for name, value in reference.head_tensors().items()}
@@ -53,20 +55,27 @@ def measure_linears(
             state, _ = reference.run(layer, state)
         return reference.logits(state, head).flatten(0, 1)
 
-    expected = logits(hidden, 0)
+    expected = logits(measured, 0)
     found: dict[str, Linear] = {}
     for index in track(iter(range(depth))):
         tensors = reference.read_layer(index)
-        inputs = _inputs(reference, index, tensors, hidden, device)
+        inputs = _inputs(reference, index, tensors, seen, device)
         for name, rows in inputs.items():
             weight = tensors[f"{name}.weight"].to(device)
             path = f"layers.{index}.{name}"
             rounded = quantizer.rounded(weight, rows.T @ rows, f"{path}.weight")
             changed = reference.module(index, {**tensors, f"{name}.weight": rounded.cpu()}).to(device)
-            got = logits(reference.run(changed, hidden)[0], index + 1)
+            got = logits(reference.run(changed, measured)[0], index + 1)
             found[path] = Linear(weight.numel(), kl_divergence_nats(expected, got).mean().item())
-        hidden, _ = reference.run(layers[index], hidden)
+        measured, seen = (reference.run(layers[index], hidden)[0] for hidden in (measured, seen))
     return found
+
+
+def _parts(sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """Token ids to measure on and to round by, (N, W) each; the same where there are not enough for both."""
+    others = sequences[: -MEASURED[0]] or sequences
+    for chosen, width in ((sequences[-MEASURED[0] :], MEASURED[1]), (others[: SEEN[0]], SEEN[1])):
+        yield torch.tensor([list(sequence[:width]) for sequence in chosen])
 
 
 def _inputs(
