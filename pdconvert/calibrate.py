@@ -82,8 +82,12 @@ def write_sequences(reference: Reference, count: int, length: int, seed: int, de
     per_row = 8 * length * len(layers) * spec.kv_heads * spec.head_dim
     batch = max(1, min(count, CACHE_BYTES // per_row))
 
+    dice = torch.Generator(device).manual_seed(seed)
+
     def sample(logits: Tensor) -> Tensor:
-        return torch.multinomial(logits.float().softmax(-1).cpu(), 1, generator=draw)
+        """The most likely token after division by exponential noise is a sample."""
+        chances = logits.float().softmax(-1)
+        return (chances / torch.empty_like(chances).exponential_(generator=dice)).argmax(-1, keepdim=True).cpu()
 
     found: list[list[int]] = []
     begin = reference.source.config.get("bos_token_id")
