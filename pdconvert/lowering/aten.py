@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from coremltools.converters.mil import Builder as mb
+
+from pdconvert.lowering.builder import CONV_DEFAULTS, mb
 
 Row = Callable[..., Any]
 ROWS: dict[str, Row] = {}
@@ -132,11 +133,8 @@ def _layer_norm(
 
 @row("aten.conv2d.default")
 def _conv2d(name: str, x: Any, weight: Any, bias: Any = None) -> Any:
-    return (
-        mb.conv(x=x, weight=weight, bias=bias, name=name)
-        if bias is not None
-        else mb.conv(x=x, weight=weight, name=name)
-    )
+    given = {} if bias is None else {"bias": bias}
+    return mb.conv(x=x, weight=weight, **given, **CONV_DEFAULTS, name=name)
 
 
 @row("aten.linear.default")
@@ -184,7 +182,7 @@ def _expand(name: str, x: Any, sizes: Sequence[int]) -> Any:
 
 @row("aten.cat.default")
 def _cat(name: str, values: Sequence[Any], axis: int = 0) -> Any:
-    return mb.concat(values=list(values), axis=_axis(values[0], axis), name=name)
+    return mb.concat(values=list(values), axis=_axis(values[0], axis), interleave=False, name=name)
 
 
 @row("aten.narrow.default", "aten.narrow.int")
