@@ -7,6 +7,7 @@ from passes.fold_norm_gain import FoldNormGain
 from passes.linear_to_conv2d import LinearToConv2d
 from passes.quantize_weights import QuantizeWeights
 from passes.rope_as_input import RopeAsInput
+from passes.rotate_residual import RotateResidual
 from passes.safe_rms_norm import SafeRmsNorm
 from passes.scale_residual import ScaleResidual
 from passes.split_head import SplitHead
@@ -17,6 +18,7 @@ PASSES = (
     EagerGqaAttention,
     SafeRmsNorm,
     RopeAsInput,
+    RotateResidual,
     FoldNormGain,
     QuantizeWeights,
     FoldAttentionScale,

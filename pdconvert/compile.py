@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from pdconvert.basis import Basis
 from pdconvert.blocks import DecoderLayer, Head, Layout
 from pdconvert.calibrate import Flow
 from pdconvert.fixed_values import with_fixed
@@ -142,6 +143,7 @@ class Compiler:
         embedding_bits: of the stored embedding; 32 where only the MLX half holds it, on the checkpoint's own grid.
         calibration_ids: token ids of calibration text (N, W); empty where no pass looks at it.
         device: where calibrated passes compute.
+        basis: of the residual stream in the stored weights; None is the checkpoint's.
     """
 
     reference: Reference
@@ -156,6 +158,7 @@ class Compiler:
     source_hashes: Mapping[str, str]
     calibration_ids: tuple[tuple[int, ...], ...] = ()
     device: str = "cpu"
+    basis: Basis | None = None
     fixed: Mapping[str, tuple[Path, Path]] = field(default_factory=dict)
 
     def compile(self, cache: Cache) -> Iterator[CompiledBlock]:
@@ -168,6 +171,7 @@ class Compiler:
             self.calibration_ids,
             lambda: dequantized(done[0].tensors()["weight"]),
             self.device,
+            self.basis,
         )
         for index, (name, work) in enumerate([*steps, ("head", self._head)]):
             key = hashlib.sha256(f"{base}:{name}".encode()).hexdigest()
@@ -216,6 +220,7 @@ class Compiler:
             "passes": [[repr(p) for p in self.passes], [repr(p) for p in self.head_passes], passes],
             "embedding": [self.embedding_bits, self.embedding_group],
             "raw_keys": self.raw_keys,
+            "basis": self.basis,
             "probe": self.probe_ids,
             "windows": self.window_ids,
             "calibration": [self.calibration_ids, self.device],
@@ -226,9 +231,10 @@ class Compiler:
     def _embedding(self, folder: Path, index: int, streams: Streams | None) -> None:
         reference = self.reference
         weight = reference.source.read("model.embed_tokens.weight")
-        stored = store_matrix(weight, self.embedding_bits, self.embedding_group, "model.embed_tokens.weight")
+        turned = weight if self.basis is None else self.basis.into(weight)
+        stored = store_matrix(turned, self.embedding_bits, self.embedding_group, "model.embed_tokens.weight")
         save_block(folder / "tensors.safetensors", {"weight": stored})
-        _save_underflows(folder, {"weight": weight}, {"weight": stored})
+        _save_underflows(folder, {"weight": turned}, {"weight": stored})
         values = dequantized(stored)
         scale, size = reference.spec.embedding_scale, reference.spec.hidden_size
         probe = torch.tensor(self.probe_ids)
@@ -248,8 +254,7 @@ class Compiler:
         original = reference.module(index, tensors)
         if reference.keeps_layers:
             reference.keep(index, original)
-        with watch_linears(original) as clean:
-            hidden, cache = reference.run(original, streams.reference)
+        hidden, cache = reference.run(original, streams.reference)
         windows = reference.run(original, streams.windows)[0] if len(streams.windows) else streams.windows
         probe = self.reference.probe(index, streams.reference)
         attention_factor = spec.rope_of(spec.layers[index]).attention_factor
@@ -258,10 +263,13 @@ class Compiler:
         expected = {"hidden": hidden, "k": keys, "v": cache.values}
 
         block = plain_layer(spec, index, tensors, self.raw_keys)
-        norm_consumers = block.module.norm_consumers
         outputs, first = check_family(block, probe, expected)
         passes = self.passes if not self.fixed else with_fixed(self.passes, self.fixed[block.name])
-        block, outputs, steps = run_passes(block, passes, probe, expected, outputs, calibration)
+        quantizer = next(i for i, item in enumerate(passes) if item.name == "quantize_weights")
+        block, outputs, steps = run_passes(block, passes[:quantizer], probe, expected, outputs, calibration)
+        with watch_linears(block.module) as clean:
+            block.run(probe)
+        block, outputs, rest = run_passes(block, passes[quantizer:], probe, expected, outputs, calibration)
         stored = stored_tensors(block)
         values = {name: dequantized(value) for name, value in stored.items()}
         _, _, more = run_passes(block, self.graph_passes[block.name], probe, expected, outputs)
@@ -272,13 +280,7 @@ class Compiler:
         with watch_linears(shipped) as drifted:
             stored_hidden, stored_cache = reference.run(shipped, streams.stored)
         observed = {
-            "projections": projections(
-                self._by_block_name(index, clean, tensors),
-                self._by_block_name(index, drifted, tensors),
-                tensors,
-                values,
-                norm_consumers,
-            ),
+            "projections": projections(clean, self._by_block_name(index, drifted, tensors), values),
             "weights": histograms(tensors, stored),
         }
         (folder / "observations.json").write_text(json.dumps(observed))
@@ -295,7 +297,7 @@ class Compiler:
         save_file(
             {name: value[0].contiguous() for name, value in caches.items()}, folder / "caches.safetensors"
         )
-        _save_steps(folder, [first, *steps, *more])
+        _save_steps(folder, [first, *steps, *rest, *more])
 
     def _by_block_name(self, index: int, calls: Calls, tensors: Mapping[str, Tensor]) -> Calls:
         """The calls of Hugging Face's linears as those of the block's."""

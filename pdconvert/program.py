@@ -114,7 +114,8 @@ class Block:
     def _run_chunk(self, probe: Probe, size: int, past: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
         """One call of the block; `past` holds rotated keys and values, (1, heads, P, D)."""
         length = probe.hidden.shape[1]
-        hidden = _pad(probe.hidden, size) * self.layout.residual
+        hidden = probe.hidden if self.layout.basis is None else self.layout.basis.into(probe.hidden)
+        hidden = _pad(hidden, size) * self.layout.residual
         if self.layout.channels_first:
             hidden = hidden.transpose(1, 2)[:, :, None, :]
         # oneDNN reorders the weight of a 1x1 convolution at each call: 2 to 3 times slower than the plain product.
@@ -162,7 +163,10 @@ class Block:
         if name in ("k", "v"):
             return value.transpose(2, 3) if self.layout.heads_first else value
         plain = value[:, :, 0, :].transpose(1, 2) if self.layout.channels_first else value
-        return plain / self.layout.residual if name == "hidden" else plain
+        if name != "hidden":
+            return plain
+        plain = plain / self.layout.residual
+        return plain if self.layout.basis is None else self.layout.basis.out_of(plain)
 
     def times(self, module: Any, name: str, factor: float) -> Block:
         """This block with a stored tensor multiplied in the graph alone; the other half keeps it as stored.
