@@ -9,6 +9,7 @@ from passes.quantize_weights import QuantizeWeights
 from passes.rope_as_input import RopeAsInput
 from passes.rotate_residual import RotateResidual
 from passes.safe_rms_norm import SafeRmsNorm
+from passes.scale_channels import ScaleChannels
 from passes.scale_residual import ScaleResidual
 from passes.split_head import SplitHead
 from passes.truncate_last_layer import TruncateLastLayer
@@ -20,6 +21,7 @@ PASSES = (
     RopeAsInput,
     RotateResidual,
     FoldNormGain,
+    ScaleChannels,
     QuantizeWeights,
     FoldAttentionScale,
     ScaleResidual,

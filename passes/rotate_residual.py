@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from passes.fold_norm_gain import fold_gains
-from pdconvert.basis import Basis
+from pdconvert.basis import Basis, into
 from pdconvert.blocks import RMSNorm, rewrite
 from pdconvert.errors import InputError
 from pdconvert.model import LayerSpec
@@ -66,12 +66,12 @@ class RotateResidual:
         for _, consumers in module.norm_consumers:
             for path in consumers:
                 part = module.get_submodule(path)
-                _set(part, "weight", basis.into(part.weight.detach().flatten(1)))
+                _set(part, "weight", into(part.weight.detach().flatten(1), basis))
         for path in module.residual_writers:
             part = module.get_submodule(path)
-            _set(part, "weight", basis.into(part.weight.detach().flatten(1).T).T)
+            _set(part, "weight", into(part.weight.detach().flatten(1).T, basis).T)
             if part.bias is not None:
-                _set(part, "bias", basis.into(part.bias.detach()))
+                _set(part, "bias", into(part.bias.detach(), basis))
         return block.with_layout(module, basis=basis)
 
     def ensures(self, before: Block, after: Block) -> None:

@@ -33,13 +33,15 @@ class Basis:
             return torch.empty(self.size, self.size, device=device)
         return _matrix(self.size, self.seed).to(device)
 
-    def into(self, x: Tensor) -> Tensor:
-        """(…, H) in the checkpoint's channels to the basis."""
-        return x @ self.matrix(x.device)
 
-    def out_of(self, x: Tensor) -> Tensor:
-        """(…, H) in the basis to the checkpoint's channels."""
-        return x @ self.matrix(x.device).T
+def into(x: Tensor, basis: Basis | None) -> Tensor:
+    """(…, H) in the checkpoint's channels to a basis; None is the checkpoint's."""
+    return x if basis is None else x @ basis.matrix(x.device)
+
+
+def out_of(x: Tensor, basis: Basis | None) -> Tensor:
+    """(…, H) in a basis to the checkpoint's channels."""
+    return x if basis is None else x @ basis.matrix(x.device).T
 
 
 @lru_cache(maxsize=1)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pdconvert.basis import Basis
+from pdconvert.basis import Basis, into, out_of
 from pdconvert.errors import InputError
 from pdconvert.quant.calibration import Calibration
 from pdconvert.quant.store import Stored, dequantized
@@ -184,6 +184,7 @@ class Flow:
         sequences: token ids, N of equal length W.
         embedding: the stored embedding, fp32 (V, H), not scaled.
         basis: of the residual stream in the stored weights; None is the checkpoint's.
+        nearest: how the recipe's quantizer rounds to nearest.
     """
 
     reference: Reference
@@ -191,6 +192,7 @@ class Flow:
     embedding: Callable[[], Tensor]
     device: str = "cpu"
     basis: Basis | None = None
+    nearest: Callable[[Tensor, str], Tensor] = lambda matrix, path: matrix
     _index: int = 0
     _streams: list[Tensor] = field(default_factory=list)
 
@@ -201,8 +203,7 @@ class Flow:
             ids, scale = torch.tensor(self.sequences), self.reference.spec.embedding_scale
             original = self.reference.source.read("model.embed_tokens.weight")
             self._streams = [(table[ids] * scale).to(self.device) for table in (original, self.embedding())]
-            if self.basis is not None:
-                self._streams[1] = self.basis.out_of(self._streams[1])
+            self._streams[1] = out_of(self._streams[1], self.basis)
         while self._index < index:
             original_tensors = self.reference.read_layer(self._index)
             values = stored(self._index)
@@ -214,10 +215,7 @@ class Flow:
                     0, len(hidden), BATCH
                 ):  # in place: a stream may take hundreds of megabytes
                     part = slice(start, start + BATCH)
-                    taken = hidden[part] if basis is None else basis.into(hidden[part])
-                    given = self.reference.run(layer, taken)[0]
-                    hidden[part] = given if basis is None else basis.out_of(given)
+                    hidden[part] = out_of(self.reference.run(layer, into(hidden[part], basis))[0], basis)
             self._index += 1
-        return Calibration(
-            self._streams[0], self._streams[1], partial(self.reference.probe, index), self.device
-        )
+        probe = partial(self.reference.probe, index)
+        return Calibration(self._streams[0], self._streams[1], probe, self.device, self.nearest)

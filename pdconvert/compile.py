@@ -23,12 +23,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pdconvert.basis import Basis
-from pdconvert.blocks import DecoderLayer, Head, Layout
+from pdconvert.basis import Basis, into
 from pdconvert.calibrate import Flow
-from pdconvert.fixed_values import with_fixed
+from pdconvert.fixed_values import SCALES, with_fixed
+from pdconvert.forms import Forms, plain_head, plain_layer
 from pdconvert.layer_tensors import by_checkpoint_name
-from pdconvert.model import ModelSpec
 from pdconvert.observe import Calls, histograms, projections, watch_linears
 from pdconvert.program import Block, Pass, Probe, Step, check_family, run_passes
 from pdconvert.quant.grid import quantize_symmetric
@@ -71,7 +70,7 @@ class CompiledBlock:
     """A block as it lies in the cache: its stored tensors, its part of the ledger, and what flows on.
 
     Attributes:
-        folder: holds tensors.safetensors, streams.safetensors, steps.json and, of a layer, observations.json.
+        folder: holds tensors, streams and steps.json; of a layer scales, caches and observations.json too.
     """
 
     name: str
@@ -102,31 +101,6 @@ class CompiledBlock:
         """What the report shows of a layer: `projections` and `weights`, see `pdconvert.observe`; else nothing."""
         path = self.folder / "observations.json"
         return json.loads(path.read_text()) if path.exists() else {}
-
-
-@dataclass(frozen=True)
-class Forms:
-    """What decides the form of a model's blocks, weights apart.
-
-    Attributes:
-        passes, head_passes, graph_passes, raw_keys: as of `Compiler`.
-    """
-
-    spec: ModelSpec
-    passes: tuple[Pass, ...]
-    head_passes: tuple[Pass, ...]
-    graph_passes: Mapping[str, tuple[Pass, ...]]
-    raw_keys: bool
-
-    def skeletons(self, outputs: str) -> list[Block]:
-        """Weightless blocks in their final form: the layers, and the head for `logits`."""
-        blocks = [
-            _rewritten(plain_layer(self.spec, index, None, self.raw_keys), self.passes, self.graph_passes)
-            for index in range(len(self.spec.layers))
-        ]
-        if outputs == "logits":
-            blocks.append(_rewritten(plain_head(self.spec, None), self.head_passes, self.graph_passes))
-        return blocks
 
 
 @dataclass(frozen=True)
@@ -163,6 +137,8 @@ class Compiler:
 
     def compile(self, cache: Cache) -> Iterator[CompiledBlock]:
         """Yield the embedding, every layer and the head, in order; what the cache has is not done again."""
+        from passes import QuantizeWeights
+
         base = self._base_key()
         steps = [("embedding", self._embedding), *((f"layers.{i}", self._layer) for i in range(self.depth))]
         done: list[CompiledBlock] = []
@@ -172,6 +148,7 @@ class Compiler:
             lambda: dequantized(done[0].tensors()["weight"]),
             self.device,
             self.basis,
+            next(item for item in self.passes if isinstance(item, QuantizeWeights)).nearest,
         )
         for index, (name, work) in enumerate([*steps, ("head", self._head)]):
             key = hashlib.sha256(f"{base}:{name}".encode()).hexdigest()
@@ -190,10 +167,14 @@ class Compiler:
     def depth(self) -> int:
         return len(self.reference.spec.layers)
 
+    @property
+    def forms(self) -> Forms:
+        """The forms of its blocks."""
+        return Forms(self.reference.spec, self.passes, self.head_passes, self.graph_passes, self.raw_keys)
+
     def skeletons(self, outputs: str) -> list[Block]:
         """Weightless blocks in their final form, for lowering: the layers, and the head for `logits`."""
-        forms = Forms(self.reference.spec, self.passes, self.head_passes, self.graph_passes, self.raw_keys)
-        return forms.skeletons(outputs)
+        return self.forms.skeletons(outputs)
 
     def made_by(self) -> dict[str, dict[str, str]]:
         """Which pass each module of a block comes from, or "family"; blocks of equal form share one entry.
@@ -231,7 +212,7 @@ class Compiler:
     def _embedding(self, folder: Path, index: int, streams: Streams | None) -> None:
         reference = self.reference
         weight = reference.source.read("model.embed_tokens.weight")
-        turned = weight if self.basis is None else self.basis.into(weight)
+        turned = into(weight, self.basis)
         stored = store_matrix(turned, self.embedding_bits, self.embedding_group, "model.embed_tokens.weight")
         save_block(folder / "tensors.safetensors", {"weight": stored})
         _save_underflows(folder, {"weight": turned}, {"weight": stored})
@@ -286,6 +267,7 @@ class Compiler:
         (folder / "observations.json").write_text(json.dumps(observed))
         stored_keys = unrotate(stored_cache.keys, probe, attention_factor) if unturn else stored_cache.keys
         save_block(folder / "tensors.safetensors", stored)
+        save_file({name: value.contiguous() for name, value in block.scales.items()}, folder / SCALES)
         _save_underflows(folder, tensors, stored)
         _save_flow(folder, Streams(hidden, stored_hidden, windows))
         caches = {
@@ -322,42 +304,12 @@ class Compiler:
         _save_steps(folder, [first, *steps, *more])
 
 
-def plain_layer(spec: ModelSpec, index: int, tensors: Mapping[str, Tensor] | None, raw_keys: bool) -> Block:
-    """Layer `index` in its plain form, holding `tensors`, or weightless."""
-    with torch.device("meta"):
-        module = DecoderLayer(spec.layers[index], spec.rope_of(spec.layers[index]))
-    block = _block(f"layers.{index}", module, tensors, spec.layers[index], Layout())
-    return block.with_layout(module, raw_keys=raw_keys)
-
-
-def plain_head(spec: ModelSpec, tensors: Mapping[str, Tensor] | None) -> Block:
-    """Final norm and head in their plain form, holding `tensors`, or weightless."""
-    with torch.device("meta"):
-        module = Head.of(spec)
-    return _block("head", module, tensors, spec.layers[-1], Layout())
-
-
-def _rewritten(block: Block, passes: Sequence[Pass], graph_passes: Mapping[str, Sequence[Pass]]) -> Block:
-    """A weightless block after all passes; there is nothing to quantize."""
-    for rewrite_pass in (*passes, *graph_passes[block.name]):
-        block = block if rewrite_pass.name == "quantize_weights" else rewrite_pass.run(block)
-    return block
-
-
 def _maker(part: nn.Module) -> str:
     """The pass that a module's class belongs to, or "family"."""
     module = type(part).__module__
     if module.startswith("passes."):
         return module.removeprefix("passes.")
     return "linear_to_conv2d" if isinstance(part, nn.Conv2d) else "family"
-
-
-def _block(
-    name: str, module: nn.Module, tensors: Mapping[str, Tensor] | None, spec: Any, layout: Layout
-) -> Block:
-    if tensors is not None:
-        module.load_state_dict(dict(tensors), strict=True, assign=True)
-    return Block(name, module.eval().requires_grad_(False), spec, layout)
 
 
 def store_matrix(weight: Tensor, bits: int, group: int, name: str) -> Stored:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from pdconvert import families, text
 from pdconvert.basis import Basis
 from pdconvert.blocks import stream_inputs
-from pdconvert.compile import Compiler, Forms, code_hash
+from pdconvert.compile import Compiler, code_hash
 from pdconvert.errors import InputError
+from pdconvert.forms import Forms
 from pdconvert.inventory import check_inventory
 from pdconvert.lowering.contract import STATE_STEP, FunctionShape, Interface, state_columns
 from pdconvert.model import ModelSpec
+from pdconvert.pass_checks import check_order, rotates
 from pdconvert.program import Pass
 from pdconvert.quant.grid import decode_group
 from pdconvert.ranges import Ranges, measure_ranges
@@ -166,7 +168,8 @@ def make_plan(recipe: Recipe, source: Source, *, complete: bool = True) -> Plan:
     with _about(source):
         family = families.get(source.config)
         spec = family.read_config(source.config)
-        rotated = _check_rotation(recipe, spec)
+        check_order(recipe.passes)
+        rotated = rotates(recipe, spec)
         shipped = replace(spec, tied=False) if rotated else spec
         decode_config = family.decode_config(source.config, shipped)
         eos_token_ids(source.config, source.generation_config, None)
@@ -219,27 +222,6 @@ def make_plan(recipe: Recipe, source: Source, *, complete: bool = True) -> Plan:
     if recipe.decode.grid == "source" and complete:
         check_source_grid(plan)
     return plan
-
-
-def _check_rotation(recipe: Recipe, spec: ModelSpec) -> bool:
-    """Whether the recipe rotates the residual stream.
-
-    Raises:
-        InputError: the model, or the decode half, cannot follow.
-    """
-    from passes import RotateResidual
-
-    rotation = next((item for item in recipe.passes if isinstance(item, RotateResidual)), None)
-    if rotation is None:
-        return False
-    for layer in dict.fromkeys(spec.layers):
-        rotation.check_layer(layer)
-    if recipe.decode.grid == "source":
-        raise InputError(
-            "recipe: decode.grid source keeps the checkpoint's codes, which rotate_residual changes; take the pass "
-            "out, or use own or shared"
-        )
-    return True
 
 
 def _check_form(item: QuantizeWeights, target: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdconvert.basis import Basis
+from pdconvert.basis import Basis, into
 from pdconvert.families.config import reference_class
 from pdconvert.reference import Reference
 
@@ -58,8 +58,7 @@ def measure_ranges(
         basis: in which the stream is measured; None is the checkpoint's.
     """
     states = [reference.embed(ids)[None] for ids in sequences]
-    turned = states if basis is None else [basis.into(state) for state in states]
-    residual, where = max(float(state.abs().max()) for state in turned), "embedding"
+    residual, where = max(float(into(state, basis).abs().max()) for state in states), "embedding"
     peaks: dict[str, dict[str, float]] = {}
     norm_class, norm_peak, norm_where = reference_class(reference.family.NORM), 0.0, ""
     for index in range(len(reference.spec.layers)):
@@ -67,12 +66,7 @@ def measure_ranges(
         found: dict[str, float] = {}
         norms = [path for path, part in layer.named_modules() if isinstance(part, norm_class)]
         stream = {"", *(f"into {path}" for path in readers)}
-        hooks = _watch(
-            layer,
-            {*readers, *norms},
-            found,
-            lambda name, value, stream=stream: basis.into(value) if basis and name in stream else value,
-        )
+        hooks = _watch(layer, {*readers, *norms}, found, dict.fromkeys(stream, basis))
         states = [reference.run(layer, state)[0] for state in states]
         for hook in hooks:
             hook.remove()
@@ -91,12 +85,12 @@ def _watch(
     layer: nn.Module,
     readers: Iterable[str],
     found: dict[str, float],
-    turned: Callable[[str, Tensor], Tensor],
+    bases: Mapping[str, Basis | None],
 ) -> list[Any]:
     def keep(name: str, value: Any) -> None:
         tensor = value[0] if isinstance(value, tuple) else value
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            tensor = turned(name, tensor)
+            tensor = into(tensor, bases.get(name))
             found[name] = max(
                 found.get(name, 0.0),
                 float(torch.nan_to_num(tensor.abs(), nan=torch.inf, posinf=torch.inf).max()),

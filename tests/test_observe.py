@@ -53,7 +53,7 @@ def test_each_projection_is_measured_alone_and_in_the_chain() -> None:
     torch.manual_seed(0)
     weight, gain, x = torch.randn(6, 4), torch.rand(4) + 0.5, torch.randn(3, 4)
     stored, drifted = weight + 0.01 * torch.randn(6, 4), x + 0.1 * torch.randn(3, 4)
-    exact = Calls({path: x * gain for path in PATHS}, dict(outputs(weight, x * gain)))
+    exact = Calls(dict.fromkeys(PATHS, x * gain), dict(outputs(weight, x * gain)))
     rows = projections(exact, calls(Fused(stored, gain), drifted), state(stored))
     assert [row["name"] for row in rows] == ["q_proj", "k_proj"]
     wanted = (x * gain) @ weight[4:].T
