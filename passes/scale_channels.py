@@ -65,7 +65,9 @@ class ScaleChannels:
         chosen: dict[str, Tensor] = {}
         for source, readers in stages:
             mean = means[readers[0]]
-            mean = mean.clamp_min(max(SMALLEST_SHARE * mean.max().item(), torch.finfo(mean.dtype).tiny))
+            if mean.max() == 0:
+                continue
+            mean = (mean / mean.max()).clamp_min(SMALLEST_SHARE)
             best, lowest = None, judge.loss(chosen, (source, *readers))
             for step in range(1, STEPS + 1):
                 power = mean ** (step / STEPS)
