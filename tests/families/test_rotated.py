@@ -44,7 +44,9 @@ def rewritten(reference: Reference, block: Block, passes: tuple, hidden: torch.T
     return block
 
 
-def rewritten_checkpoint(reference: Reference, source: MemorySource, passes: tuple) -> dict[str, torch.Tensor]:
+def rewritten_checkpoint(
+    reference: Reference, source: MemorySource, passes: tuple
+) -> dict[str, torch.Tensor]:
     """All tensors by the checkpoint's names, after passes on every block."""
     spec, rotated = reference.spec, any(isinstance(item, RotateResidual) for item in passes)
     basis = Basis(spec.hidden_size, 0) if rotated else None
@@ -53,11 +55,17 @@ def rewritten_checkpoint(reference: Reference, source: MemorySource, passes: tup
     for index in range(len(spec.layers)):
         block = rewritten(reference, layer_block(reference, index), passes, hidden)
         values = dict(block.module.named_parameters())
-        values = {name: value - spec.gain_offset if is_gain(name) else value for name, value in values.items()}
+        values = {
+            name: value - spec.gain_offset if is_gain(name) else value for name, value in values.items()
+        }
         for name, parts in by_checkpoint_name(reference.family, index, spec).items():
             tensors[name] = torch.cat([values[part] for part in parts])
         hidden, _ = reference.run(reference.layer(index), hidden)
-    for_head = tuple(item for item in passes if not isinstance(item, ScaleChannels)) if not spec.tied or rotated else ()
+    for_head = (
+        tuple(item for item in passes if not isinstance(item, ScaleChannels))
+        if not spec.tied or rotated
+        else ()
+    )
     head = dict(rewritten(reference, head_block(reference), for_head, hidden).module.named_parameters())
     tensors["model.norm.weight"] = head["norm.weight"] - spec.gain_offset
     if not spec.tied or rotated:

@@ -79,8 +79,12 @@ def test_fold_norm_gain_takes_the_ones_out(layer: Block, probe: Probe) -> None:
         assert torch.equal(value, rotated.module.get_parameter(name))
 
 
-CONFIGS: dict[str, dict[str, Any]] = {name: families.get({"model_type": name}).TINY for name in families.names()}
-BEFORE = [name for name in CONFIGS if reference_of(random_source(CONFIGS[name])).spec.layers[0].norms == "before"]
+CONFIGS: dict[str, dict[str, Any]] = {
+    name: families.get({"model_type": name}).TINY for name in families.names()
+}
+BEFORE = [
+    name for name in CONFIGS if reference_of(random_source(CONFIGS[name])).spec.layers[0].norms == "before"
+]
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - set(BEFORE)))

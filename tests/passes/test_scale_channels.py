@@ -65,7 +65,8 @@ def test_scaling_changes_nothing_but_what_rounding_costs(earlier: tuple, gain_db
     if gain_db is None:
         return
     plain, better = (
-        sqnr_db(block.run(probe)["hidden"], FOUR_BITS.run(one).run(probe)["hidden"]) for one in (block, scaled)
+        sqnr_db(block.run(probe)["hidden"], FOUR_BITS.run(one).run(probe)["hidden"])
+        for one in (block, scaled)
     )
     assert better > plain + gain_db
 
