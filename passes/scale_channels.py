@@ -113,7 +113,8 @@ def with_scales(block: Block, scales: Mapping[str, Tensor]) -> Block:
     for source, readers in scaled_stages(module):
         if source not in scales:
             continue
-        part, scale = module.get_submodule(source), scales[source]
+        part = module.get_submodule(source)
+        scale = scales[source].to(part.weight.device)
         if isinstance(part, RMSNorm):
             old = part.weight.detach()
             gain = (old / scale).half().float()

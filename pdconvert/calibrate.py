@@ -89,7 +89,9 @@ def write_sequences(reference: Reference, count: int, length: int, seed: int, de
     def sample(logits: Tensor) -> Tensor:
         """The most likely token after division by exponential noise is a sample."""
         chances = logits.float().softmax(-1)
-        return (chances / torch.empty_like(chances).exponential_(generator=dice)).argmax(-1, keepdim=True).cpu()
+        return (
+            (chances / torch.empty_like(chances).exponential_(generator=dice)).argmax(-1, keepdim=True).cpu()
+        )
 
     found: list[list[int]] = []
     begin = reference.source.config.get("bos_token_id")
