@@ -104,7 +104,7 @@ def with_scales(block: Block, scales: Mapping[str, Tensor]) -> Block:
     """The block with scales (I,) by the part that undoes them; its norms have a gain.
 
     A new gain is an fp16 number, as it will be stored, and the scale follows it, so that nothing is lost between
-    the two. A channel whose gain is zero, or would become zero, is left.
+    the two. A channel whose gain is zero, or would be zero or infinite there, is left.
     """
     module = rewrite(block.module, lambda part: None)
     for norm, _ in module.norm_consumers:
@@ -118,7 +118,7 @@ def with_scales(block: Block, scales: Mapping[str, Tensor]) -> Block:
         if isinstance(part, RMSNorm):
             old = part.weight.detach()
             gain = (old / scale).half().float()
-            kept = gain == 0
+            kept = (gain == 0) | gain.isinf()
             gain, scale = torch.where(kept, old, gain), torch.where(kept, 1.0, old / gain)
             _set(part, "weight", gain)
         else:

@@ -120,6 +120,7 @@ def test_any_order_and_subset_builds(passes: list[Any], sections: dict[str, Any]
     report = built(tmp_path / "out", passes, TIED, **sections)
     exact = [step for step in report["steps"] if step["step"] in ("rotate_residual", "scale_channels")]
     assert exact and all(float(step["previous_db"]) > 100 for step in exact)
+    assert all(row["isolated_db"] > 10 and row["cumulative_db"] > 8 for row in report["projections"])
     assert mlx_db(tmp_path / "out", recipe(passes, TIED, **sections)) > 10
 
 

@@ -6,7 +6,7 @@ from check_pass import check_pass
 from checkpoints import head_block, layer_block, random_source, reference_of
 
 from passes import FoldNormGain, LinearToConv2d, QuantizeWeights, RotateResidual, SafeRmsNorm, ScaleChannels
-from passes.scale_channels import KnownScales, scaled_stages
+from passes.scale_channels import KnownScales, scaled_stages, with_scales
 from pdconvert.errors import InputError
 from pdconvert.families import llama, olmo2
 from pdconvert.measure import sqnr_db
@@ -100,14 +100,17 @@ def test_new_gains_are_fp16_numbers_and_scales_follow_them() -> None:
 
 
 def test_a_channel_without_a_gain_is_left() -> None:
-    block, reference = loud_layer()
-    block.module.input_layernorm.weight[3] = 0
-    scaled = applied(ScaleChannels(), block, calibration_of(reference))
-    assert "input_layernorm" in scaled.scales
-    assert scaled.module.input_layernorm.weight[3] == 0
+    """So is one whose gain fp16 could not hold."""
+    block, _ = loud_layer()
+    gain = block.module.input_layernorm.weight
+    gain[3], gain[4], gain[5] = 0, 4e4, 1e-7
+    scale = torch.full_like(gain, 1.5)
+    scale[4], scale[5] = 0.5, 8.0
+    scaled = with_scales(block, {"input_layernorm": scale})
+    assert torch.equal(scaled.module.input_layernorm.weight[3:6], gain[3:6])
     for path in STAGES["input_layernorm"]:
         old, new = (one.module.get_parameter(f"{path}.weight") for one in (block, scaled))
-        assert torch.equal(old[:, 3], new[:, 3])
+        assert torch.equal(old[:, 3:6], new[:, 3:6]) and not torch.equal(old[:, 6], new[:, 6])
 
 
 def test_a_stage_that_rounding_does_not_hurt_stays() -> None:
