@@ -7,7 +7,9 @@ from passes.fold_norm_gain import FoldNormGain
 from passes.linear_to_conv2d import LinearToConv2d
 from passes.quantize_weights import QuantizeWeights
 from passes.rope_as_input import RopeAsInput
+from passes.rotate_residual import RotateResidual
 from passes.safe_rms_norm import SafeRmsNorm
+from passes.scale_channels import ScaleChannels
 from passes.scale_residual import ScaleResidual
 from passes.split_head import SplitHead
 from passes.truncate_last_layer import TruncateLastLayer
@@ -17,7 +19,9 @@ PASSES = (
     EagerGqaAttention,
     SafeRmsNorm,
     RopeAsInput,
+    RotateResidual,
     FoldNormGain,
+    ScaleChannels,
     QuantizeWeights,
     FoldAttentionScale,
     ScaleResidual,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -11,6 +11,18 @@ from torch import nn
 from pdconvert.blocks import rewrite
 from pdconvert.errors import InputError
 from pdconvert.program import Block
+
+
+def fold_gains(module: Any) -> None:
+    """Multiply the gains of a rewritten block's norms into the linears that alone read them; ones are left."""
+    for norm_path, consumers in module.norm_consumers:
+        norm = module.get_submodule(norm_path)
+        for path in consumers:
+            linear = module.get_submodule(path)
+            shape = (1, -1) + (1,) * (linear.weight.dim() - 2)
+            weight = linear.weight.detach() * norm.weight.detach().view(shape)
+            linear._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+        norm._parameters["weight"] = nn.Parameter(torch.ones_like(norm.weight), requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -31,15 +43,9 @@ class FoldNormGain:
 
     def run(self, block: Block) -> Block:
         module = rewrite(block.module, lambda part: None)
-        for norm_path, consumers in module.norm_consumers:
-            norm = module.get_submodule(norm_path)
-            for path in consumers:
-                linear = module.get_submodule(path)
-                shape = (1, -1) + (1,) * (linear.weight.dim() - 2)
-                weight = linear.weight.detach() * norm.weight.detach().view(shape)
-                linear._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-            norm._parameters["weight"] = nn.Parameter(torch.ones_like(norm.weight), requires_grad=False)
-            norm.gain_is_one = True
+        fold_gains(module)
+        for norm, _ in module.norm_consumers:
+            module.get_submodule(norm).gain_is_one = True
         return replace(block, module=module)
 
     def ensures(self, before: Block, after: Block) -> None:

@@ -130,15 +130,11 @@ class QuantizeWeights:
 
     def run(self, block: Block) -> Block:
         """Round to nearest."""
+        return self._with_records(block, lambda name, matrix: self._nearest(matrix, f"{block.name}.{name}"))
 
-        def records(name: str, matrix: Tensor) -> Record:
-            path = f"{block.name}.{name}"
-            if self.form == "integer" and self._bits(path) == 8:
-                return quantize_symmetric(matrix, 8, path, self._group(matrix.shape[1]))
-            grid = self._grid(matrix, None, path)
-            return grid.record(grid.nearest(matrix, torch.arange(matrix.shape[1])))
-
-        return self._with_records(block, records)
+    def nearest(self, matrix: Tensor, path: str) -> Tensor:
+        """The values of a weight (O, I) after rounding to nearest; `path` is block and name."""
+        return self._nearest(matrix, path).dequantize().to(matrix.device)
 
     def run_on(self, block: Block, calibration: Calibration) -> Block:
         """Round by calibration text, stage by stage."""
@@ -207,6 +203,12 @@ class QuantizeWeights:
                     value = to_fp16(parameter.detach(), f"{block.name}.{name}").float()
                 part._parameters[kind] = nn.Parameter(value, requires_grad=False)
         return replace(block, module=module, records=MappingProxyType(records))
+
+    def _nearest(self, matrix: Tensor, path: str) -> Record:
+        if self.form == "integer" and self._bits(path) == 8:
+            return quantize_symmetric(matrix, 8, path, self._group(matrix.shape[1]))
+        grid = self._grid(matrix, None, path)
+        return grid.record(grid.nearest(matrix, torch.arange(matrix.shape[1], device=matrix.device)))
 
     def _calibrated(self, matrix: Tensor, sums: Grams, path: str) -> Record:
         from pdconvert.quant.rounding import corrected, descend, gptq

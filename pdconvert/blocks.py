@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdconvert.basis import Basis
 from pdconvert.model import LayerSpec, ModelSpec, Norms, Rope
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -36,6 +37,7 @@ class Layout:
         rope_inputs: `rope_cos` and `rope_sin` are inputs instead of `positions`.
         raw_keys: the k that comes out is taken before RoPE.
         residual: factor on the residual stream, hidden in and out; a power of two.
+        basis: of the residual stream, hidden in and out; None is the checkpoint's.
     """
 
     channels_first: bool = False
@@ -43,6 +45,7 @@ class Layout:
     rope_inputs: bool = False
     raw_keys: bool = False
     residual: float = 1.0
+    basis: Basis | None = None
 
 
 def rewrite(module: nn.Module, change: Callable[[nn.Module], nn.Module | None]) -> Any:

@@ -3,6 +3,7 @@
     tokens ─► layer 0 ─► layer 1 ─► …      with the checkpoint's weights
          └──► layer 0 ─► layer 1 ─► …      with what is stored of the layers so far
 
+Both lie in the checkpoint's basis of the residual stream, whatever that of the stored weights is.
 Activations of two streams are held, (N, W, H) each, whatever the depth; nothing of them goes to disk.
 """
 
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pdconvert.basis import Basis, into, out_of
 from pdconvert.errors import InputError
 from pdconvert.quant.calibration import Calibration
 from pdconvert.quant.store import Stored, dequantized
@@ -87,7 +89,9 @@ def write_sequences(reference: Reference, count: int, length: int, seed: int, de
     def sample(logits: Tensor) -> Tensor:
         """The most likely token after division by exponential noise is a sample."""
         chances = logits.float().softmax(-1)
-        return (chances / torch.empty_like(chances).exponential_(generator=dice)).argmax(-1, keepdim=True).cpu()
+        return (
+            (chances / torch.empty_like(chances).exponential_(generator=dice)).argmax(-1, keepdim=True).cpu()
+        )
 
     found: list[list[int]] = []
     begin = reference.source.config.get("bos_token_id")
@@ -181,12 +185,16 @@ class Flow:
     Attributes:
         sequences: token ids, N of equal length W.
         embedding: the stored embedding, fp32 (V, H), not scaled.
+        basis: of the residual stream in the stored weights; None is the checkpoint's.
+        nearest: how the recipe's quantizer rounds to nearest.
     """
 
     reference: Reference
     sequences: Sequence[Sequence[int]]
     embedding: Callable[[], Tensor]
     device: str = "cpu"
+    basis: Basis | None = None
+    nearest: Callable[[Tensor, str], Tensor] = lambda matrix, path: matrix
     _index: int = 0
     _streams: list[Tensor] = field(default_factory=list)
 
@@ -197,19 +205,19 @@ class Flow:
             ids, scale = torch.tensor(self.sequences), self.reference.spec.embedding_scale
             original = self.reference.source.read("model.embed_tokens.weight")
             self._streams = [(table[ids] * scale).to(self.device) for table in (original, self.embedding())]
+            self._streams[1] = out_of(self._streams[1], self.basis)
         while self._index < index:
             original_tensors = self.reference.read_layer(self._index)
             values = stored(self._index)
             kept = {name: dequantized(values[name]).view(old.shape) for name, old in original_tensors.items()}
-            for side, tensors in enumerate((original_tensors, kept)):
+            for side, (tensors, basis) in enumerate(((original_tensors, None), (kept, self.basis))):
                 layer = self.reference.module(self._index, tensors).to(self.device)
                 hidden = self._streams[side]
                 for start in range(
                     0, len(hidden), BATCH
                 ):  # in place: a stream may take hundreds of megabytes
                     part = slice(start, start + BATCH)
-                    hidden[part] = self.reference.run(layer, hidden[part])[0]
+                    hidden[part] = out_of(self.reference.run(layer, into(hidden[part], basis))[0], basis)
             self._index += 1
-        return Calibration(
-            self._streams[0], self._streams[1], partial(self.reference.probe, index), self.device
-        )
+        probe = partial(self.reference.probe, index)
+        return Calibration(self._streams[0], self._streams[1], probe, self.device, self.nearest)

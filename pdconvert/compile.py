@@ -23,11 +23,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pdconvert.blocks import DecoderLayer, Head, Layout
+from pdconvert.basis import Basis, into
 from pdconvert.calibrate import Flow
-from pdconvert.fixed_values import with_fixed
+from pdconvert.fixed_values import SCALES, with_fixed
+from pdconvert.forms import Forms, plain_head, plain_layer
 from pdconvert.layer_tensors import by_checkpoint_name
-from pdconvert.model import ModelSpec
 from pdconvert.observe import Calls, histograms, projections, watch_linears
 from pdconvert.program import Block, Pass, Probe, Step, check_family, run_passes
 from pdconvert.quant.grid import quantize_symmetric
@@ -70,7 +70,7 @@ class CompiledBlock:
     """A block as it lies in the cache: its stored tensors, its part of the ledger, and what flows on.
 
     Attributes:
-        folder: holds tensors.safetensors, streams.safetensors, steps.json and, of a layer, observations.json.
+        folder: holds tensors, streams and steps.json; of a layer scales, caches and observations.json too.
     """
 
     name: str
@@ -104,31 +104,6 @@ class CompiledBlock:
 
 
 @dataclass(frozen=True)
-class Forms:
-    """What decides the form of a model's blocks, weights apart.
-
-    Attributes:
-        passes, head_passes, graph_passes, raw_keys: as of `Compiler`.
-    """
-
-    spec: ModelSpec
-    passes: tuple[Pass, ...]
-    head_passes: tuple[Pass, ...]
-    graph_passes: Mapping[str, tuple[Pass, ...]]
-    raw_keys: bool
-
-    def skeletons(self, outputs: str) -> list[Block]:
-        """Weightless blocks in their final form: the layers, and the head for `logits`."""
-        blocks = [
-            _rewritten(plain_layer(self.spec, index, None, self.raw_keys), self.passes, self.graph_passes)
-            for index in range(len(self.spec.layers))
-        ]
-        if outputs == "logits":
-            blocks.append(_rewritten(plain_head(self.spec, None), self.head_passes, self.graph_passes))
-        return blocks
-
-
-@dataclass(frozen=True)
 class Compiler:
     """Everything that compiling a block depends on.
 
@@ -142,6 +117,7 @@ class Compiler:
         embedding_bits: of the stored embedding; 32 where only the MLX half holds it, on the checkpoint's own grid.
         calibration_ids: token ids of calibration text (N, W); empty where no pass looks at it.
         device: where calibrated passes compute.
+        basis: of the residual stream in the stored weights; None is the checkpoint's.
     """
 
     reference: Reference
@@ -156,10 +132,13 @@ class Compiler:
     source_hashes: Mapping[str, str]
     calibration_ids: tuple[tuple[int, ...], ...] = ()
     device: str = "cpu"
+    basis: Basis | None = None
     fixed: Mapping[str, tuple[Path, Path]] = field(default_factory=dict)
 
     def compile(self, cache: Cache) -> Iterator[CompiledBlock]:
         """Yield the embedding, every layer and the head, in order; what the cache has is not done again."""
+        from passes import QuantizeWeights
+
         base = self._base_key()
         steps = [("embedding", self._embedding), *((f"layers.{i}", self._layer) for i in range(self.depth))]
         done: list[CompiledBlock] = []
@@ -168,6 +147,8 @@ class Compiler:
             self.calibration_ids,
             lambda: dequantized(done[0].tensors()["weight"]),
             self.device,
+            self.basis,
+            next(item for item in self.passes if isinstance(item, QuantizeWeights)).nearest,
         )
         for index, (name, work) in enumerate([*steps, ("head", self._head)]):
             key = hashlib.sha256(f"{base}:{name}".encode()).hexdigest()
@@ -186,10 +167,14 @@ class Compiler:
     def depth(self) -> int:
         return len(self.reference.spec.layers)
 
+    @property
+    def forms(self) -> Forms:
+        """The forms of its blocks."""
+        return Forms(self.reference.spec, self.passes, self.head_passes, self.graph_passes, self.raw_keys)
+
     def skeletons(self, outputs: str) -> list[Block]:
         """Weightless blocks in their final form, for lowering: the layers, and the head for `logits`."""
-        forms = Forms(self.reference.spec, self.passes, self.head_passes, self.graph_passes, self.raw_keys)
-        return forms.skeletons(outputs)
+        return self.forms.skeletons(outputs)
 
     def made_by(self) -> dict[str, dict[str, str]]:
         """Which pass each module of a block comes from, or "family"; blocks of equal form share one entry.
@@ -216,6 +201,7 @@ class Compiler:
             "passes": [[repr(p) for p in self.passes], [repr(p) for p in self.head_passes], passes],
             "embedding": [self.embedding_bits, self.embedding_group],
             "raw_keys": self.raw_keys,
+            "basis": self.basis,
             "probe": self.probe_ids,
             "windows": self.window_ids,
             "calibration": [self.calibration_ids, self.device],
@@ -226,9 +212,10 @@ class Compiler:
     def _embedding(self, folder: Path, index: int, streams: Streams | None) -> None:
         reference = self.reference
         weight = reference.source.read("model.embed_tokens.weight")
-        stored = store_matrix(weight, self.embedding_bits, self.embedding_group, "model.embed_tokens.weight")
+        turned = into(weight, self.basis)
+        stored = store_matrix(turned, self.embedding_bits, self.embedding_group, "model.embed_tokens.weight")
         save_block(folder / "tensors.safetensors", {"weight": stored})
-        _save_underflows(folder, {"weight": weight}, {"weight": stored})
+        _save_underflows(folder, {"weight": turned}, {"weight": stored})
         values = dequantized(stored)
         scale, size = reference.spec.embedding_scale, reference.spec.hidden_size
         probe = torch.tensor(self.probe_ids)
@@ -248,8 +235,7 @@ class Compiler:
         original = reference.module(index, tensors)
         if reference.keeps_layers:
             reference.keep(index, original)
-        with watch_linears(original) as clean:
-            hidden, cache = reference.run(original, streams.reference)
+        hidden, cache = reference.run(original, streams.reference)
         windows = reference.run(original, streams.windows)[0] if len(streams.windows) else streams.windows
         probe = self.reference.probe(index, streams.reference)
         attention_factor = spec.rope_of(spec.layers[index]).attention_factor
@@ -258,10 +244,13 @@ class Compiler:
         expected = {"hidden": hidden, "k": keys, "v": cache.values}
 
         block = plain_layer(spec, index, tensors, self.raw_keys)
-        norm_consumers = block.module.norm_consumers
         outputs, first = check_family(block, probe, expected)
         passes = self.passes if not self.fixed else with_fixed(self.passes, self.fixed[block.name])
-        block, outputs, steps = run_passes(block, passes, probe, expected, outputs, calibration)
+        quantizer = next(i for i, item in enumerate(passes) if item.name == "quantize_weights")
+        block, outputs, steps = run_passes(block, passes[:quantizer], probe, expected, outputs, calibration)
+        with watch_linears(block.module) as clean:
+            block.run(probe)
+        block, outputs, rest = run_passes(block, passes[quantizer:], probe, expected, outputs, calibration)
         stored = stored_tensors(block)
         values = {name: dequantized(value) for name, value in stored.items()}
         _, _, more = run_passes(block, self.graph_passes[block.name], probe, expected, outputs)
@@ -272,18 +261,13 @@ class Compiler:
         with watch_linears(shipped) as drifted:
             stored_hidden, stored_cache = reference.run(shipped, streams.stored)
         observed = {
-            "projections": projections(
-                self._by_block_name(index, clean, tensors),
-                self._by_block_name(index, drifted, tensors),
-                tensors,
-                values,
-                norm_consumers,
-            ),
+            "projections": projections(clean, self._by_block_name(index, drifted, tensors), values),
             "weights": histograms(tensors, stored),
         }
         (folder / "observations.json").write_text(json.dumps(observed))
         stored_keys = unrotate(stored_cache.keys, probe, attention_factor) if unturn else stored_cache.keys
         save_block(folder / "tensors.safetensors", stored)
+        save_file({name: value.contiguous() for name, value in block.scales.items()}, folder / SCALES)
         _save_underflows(folder, tensors, stored)
         _save_flow(folder, Streams(hidden, stored_hidden, windows))
         caches = {
@@ -295,7 +279,7 @@ class Compiler:
         save_file(
             {name: value[0].contiguous() for name, value in caches.items()}, folder / "caches.safetensors"
         )
-        _save_steps(folder, [first, *steps, *more])
+        _save_steps(folder, [first, *steps, *rest, *more])
 
     def _by_block_name(self, index: int, calls: Calls, tensors: Mapping[str, Tensor]) -> Calls:
         """The calls of Hugging Face's linears as those of the block's."""
@@ -320,42 +304,12 @@ class Compiler:
         _save_steps(folder, [first, *steps, *more])
 
 
-def plain_layer(spec: ModelSpec, index: int, tensors: Mapping[str, Tensor] | None, raw_keys: bool) -> Block:
-    """Layer `index` in its plain form, holding `tensors`, or weightless."""
-    with torch.device("meta"):
-        module = DecoderLayer(spec.layers[index], spec.rope_of(spec.layers[index]))
-    block = _block(f"layers.{index}", module, tensors, spec.layers[index], Layout())
-    return block.with_layout(module, raw_keys=raw_keys)
-
-
-def plain_head(spec: ModelSpec, tensors: Mapping[str, Tensor] | None) -> Block:
-    """Final norm and head in their plain form, holding `tensors`, or weightless."""
-    with torch.device("meta"):
-        module = Head.of(spec)
-    return _block("head", module, tensors, spec.layers[-1], Layout())
-
-
-def _rewritten(block: Block, passes: Sequence[Pass], graph_passes: Mapping[str, Sequence[Pass]]) -> Block:
-    """A weightless block after all passes; there is nothing to quantize."""
-    for rewrite_pass in (*passes, *graph_passes[block.name]):
-        block = block if rewrite_pass.name == "quantize_weights" else rewrite_pass.run(block)
-    return block
-
-
 def _maker(part: nn.Module) -> str:
     """The pass that a module's class belongs to, or "family"."""
     module = type(part).__module__
     if module.startswith("passes."):
         return module.removeprefix("passes.")
     return "linear_to_conv2d" if isinstance(part, nn.Conv2d) else "family"
-
-
-def _block(
-    name: str, module: nn.Module, tensors: Mapping[str, Tensor] | None, spec: Any, layout: Layout
-) -> Block:
-    if tensors is not None:
-        module.load_state_dict(dict(tensors), strict=True, assign=True)
-    return Block(name, module.eval().requires_grad_(False), spec, layout)
 
 
 def store_matrix(weight: Tensor, bits: int, group: int, name: str) -> Stored:

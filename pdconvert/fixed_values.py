@@ -8,11 +8,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pdconvert.blocks import rewrite
 from pdconvert.program import Block, Pass
 from pdconvert.quant.store import Stored, dequantized, load_block
+
+SCALES = "scales.safetensors"
+"""Beside a block's stored tensors: the scales that scale_channels chose."""
 
 LEARNED_FLOOR_DB = 8.0
 """Least SQNR of a block against itself before its scales were learned."""
@@ -60,11 +64,15 @@ class LearnedValues(FixedValues):
 
 
 def with_fixed(passes: Sequence[Pass], files: tuple[Path, Path]) -> tuple[Pass, ...]:
-    """The passes with the quantizer replaced by what two files hold: quantized, then learned."""
+    """The passes with what they chose by calibration text replaced by what two files hold: quantized, then learned."""
+    from passes.scale_channels import KnownScales
+
     quantized, learned = (load_block(path) for path in files)
     found: list[Pass] = []
     for item in passes:
-        if item.name != "quantize_weights":
+        if item.name == "scale_channels":
+            found.append(KnownScales(load_file(files[0].with_name(SCALES))))
+        elif item.name != "quantize_weights":
             found.append(item)
         else:
             found.append(FixedValues(quantized, item.floor_db))

@@ -76,9 +76,9 @@ class Learned:
         return replace(self.stored, codes=self.stored.codes.cpu(), tables=moved.half())
 
 
-def learnable(name: str, stored: Stored) -> bool:
-    """Whether a tensor is learned: quantized weights, and the gains of norms."""
-    return not isinstance(stored, Tensor) or name.endswith("norm.weight")
+def learnable(name: str, stored: Stored, folded: frozenset[str]) -> bool:
+    """Whether a tensor is learned: quantized weights, and gains of norms, but for `folded` ones."""
+    return not isinstance(stored, Tensor) or (name.endswith("norm.weight") and name not in folded)
 
 
 def learn(
@@ -90,6 +90,7 @@ def learn(
     *,
     steps: int,
     rate: float,
+    folded: frozenset[str] = frozenset(),
     device: str = "cpu",
     track: Callable[[Iterator[int]], Iterator[int]] = lambda items: items,
 ) -> list[dict[str, Stored]]:
@@ -99,6 +100,7 @@ def learn(
         embedding, layers, head: the store, by names in the blocks.
         sequences: calibration text, (N, W).
         rate: the largest relative change per step; it warms up and falls with a cosine.
+        folded: gains of a layer that linears hold, and which stay 1.
 
     Returns:
         The layers with what was learned.
@@ -109,11 +111,15 @@ def learn(
     depth = len(layers)
     originals = [reference.module(i, reference.read_layer(i)).to(device) for i in range(depth)]
     learned = [
-        {name: Learned.of(value, device) for name, value in tensors.items() if learnable(name, value)}
+        {name: Learned.of(value, device) for name, value in tensors.items() if learnable(name, value, folded)}
         for tensors in layers
     ]
     fixed = [
-        {name: dequantized(value).to(device) for name, value in tensors.items() if not learnable(name, value)}
+        {
+            name: dequantized(value).to(device)
+            for name, value in tensors.items()
+            if not learnable(name, value, folded)
+        }
         for tensors in layers
     ]
     heads = [

@@ -51,16 +51,16 @@ class Calls:
 
 @contextmanager
 def watch_linears(module: nn.Module) -> Iterator[Calls]:
-    """Keep input and output of every `nn.Linear` while the block runs the module."""
+    """Keep input and output of every linear or 1×1 convolution, (1, S, channels), while the module runs."""
     calls = Calls()
 
     def keep(path: str, inputs: tuple[Any, ...], output: Any) -> None:
-        calls.inputs[path], calls.outputs[path] = inputs[0], output
+        calls.inputs[path], calls.outputs[path] = _rows(inputs[0]), _rows(output)
 
     hooks = [
         part.register_forward_hook(lambda _, inputs, output, path=path: keep(path, inputs, output))
         for path, part in module.named_modules()
-        if isinstance(part, nn.Linear)
+        if isinstance(part, nn.Linear | nn.Conv2d)
     ]
     try:
         yield calls
@@ -69,38 +69,23 @@ def watch_linears(module: nn.Module) -> Iterator[Calls]:
             hook.remove()
 
 
-def projections(
-    reference: Calls,
-    shipped: Calls,
-    weights: Mapping[str, Tensor],
-    stored: Mapping[str, Tensor],
-    norm_consumers: Sequence[tuple[str, Sequence[str]]],
-) -> list[dict[str, Any]]:
-    """SQNR of each projection's output against the reference's, in dB.
+def projections(exact: Calls, shipped: Calls, stored: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """SQNR of each projection's output against what it gives before weights are quantized, in dB.
 
     Args:
-        reference: the checkpoint's layer on the reference stream, by block name.
-        shipped: the layer with the stored weights on the stream of all stored weights before it.
-        weights: the checkpoint's tensors.
-        stored: the stored ones in fp32, by the same names.
-        norm_consumers: norms with the linears that alone read them.
+        exact: the block on the reference stream, as the quantizer finds it; by path.
+        shipped: the layer with the stored weights on the stream of all stored weights before it; by name of weight.
+        stored: these weights, and biases, in fp32, by name.
 
     Returns:
-        Per linear `name`; `isolated_db`: its stored weight alone, on the reference's own input; `cumulative_db`:
-        in the chain of all stored weights up to it.
+        Per linear `name`; `isolated_db`: its stored weight alone, on the exact input; `cumulative_db`: in the chain
+        of all stored weights up to it.
     """
-    gains = {
-        f"{linear}.weight": weights[f"{norm}.weight"]
-        for norm, linears in norm_consumers
-        for linear in linears
-        if bool((stored[f"{norm}.weight"] == 1).all())  # folded into the linears
-    }
     rows = []
-    for name, expected in reference.outputs.items():
-        taken = reference.inputs[name]
-        if name in gains:
-            taken = torch.where(gains[name] == 0, 0.0, taken / gains[name])
-        alone = nn.functional.linear(taken, stored[name], stored.get(name.removesuffix("weight") + "bias"))
+    for name in shipped.outputs:
+        path = name.removesuffix(".weight")
+        taken, expected = exact.inputs[path], exact.outputs[path]
+        alone = nn.functional.linear(taken, stored[name], stored.get(f"{path}.bias"))
         rows.append(
             {
                 "name": _short(name),
@@ -161,6 +146,11 @@ def _codes(record: Record, every: int) -> dict[str, Any]:
         "codes_first": first,
         "codes_per_bin": per_bin,
     }
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Channels last, (1, S, C), of those or of (1, C, 1, S)."""
+    return x if x.dim() < 4 else x[:, :, 0].transpose(1, 2)
 
 
 def _short(name: str) -> str:

@@ -252,7 +252,7 @@ def decode_tensors(
             yield "model.embed_tokens.weight", tensors["weight"]
         elif block.name == "head":
             yield "model.norm.weight", as_in_checkpoint("norm.weight", tensors["norm.weight"], plan.spec)
-            if not plan.spec.tied:
+            if not plan.tied:
                 yield "lm_head.weight", tensors["lm_head.weight"]
                 if plan.spec.head_bias:
                     yield "lm_head.bias", tensors["lm_head.bias"]

@@ -12,12 +12,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pdconvert import families, text
+from pdconvert.basis import Basis
 from pdconvert.blocks import stream_inputs
-from pdconvert.compile import Compiler, Forms, code_hash
+from pdconvert.compile import Compiler, code_hash
 from pdconvert.errors import InputError
+from pdconvert.forms import Forms
 from pdconvert.inventory import check_inventory
 from pdconvert.lowering.contract import STATE_STEP, FunctionShape, Interface, state_columns
 from pdconvert.model import ModelSpec
+from pdconvert.pass_checks import check_order, rotates
 from pdconvert.program import Pass
 from pdconvert.quant.grid import decode_group
 from pdconvert.ranges import Ranges, measure_ranges
@@ -94,6 +97,19 @@ class Plan:
         return (*chosen, FixShapes(tokens=max(shape.tokens for shape in self.shapes if not shape.past)))
 
     @property
+    def basis(self) -> Basis | None:
+        """Of the residual stream in both halves; None is the checkpoint's."""
+        from passes import RotateResidual
+
+        seeds = [item.seed for item in self.passes if isinstance(item, RotateResidual)]
+        return Basis(self.spec.hidden_size, seeds[0]) if seeds else None
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head's weights are the embedding's in both halves."""
+        return self.spec.tied and self.basis is None
+
+    @property
     def embedding_scale(self) -> float:
         """Factor on the embedding rows that enter the graph."""
         from passes import ScaleResidual
@@ -152,7 +168,10 @@ def make_plan(recipe: Recipe, source: Source, *, complete: bool = True) -> Plan:
     with _about(source):
         family = families.get(source.config)
         spec = family.read_config(source.config)
-        decode_config = family.decode_config(source.config, spec)
+        check_order(recipe.passes)
+        rotated = rotates(recipe, spec)
+        shipped = replace(spec, tied=False) if rotated else spec
+        decode_config = family.decode_config(source.config, shipped)
         eos_token_ids(source.config, source.generation_config, None)
     notes = check_inventory(source, family, spec) if complete else []
     if complete:
@@ -184,7 +203,7 @@ def make_plan(recipe: Recipe, source: Source, *, complete: bool = True) -> Plan:
             f"recipe: prefill.kv.storage state: the model has {channels} channels of keys (kv_heads · head_dim), and a "
             f"state's axis must be a multiple of {STATE_STEP} or a power of two (coremltools#2631); use io"
         )
-    if spec.tied and recipe.decode.embedding_bits != recipe.decode.head_bits:
+    if shipped.tied and recipe.decode.embedding_bits != recipe.decode.head_bits:
         raise InputError(
             f"recipe: decode.embedding_bits {recipe.decode.embedding_bits} and decode.head_bits "
             f"{recipe.decode.head_bits} differ, but the checkpoint ties the two; set both to the same"
@@ -263,13 +282,13 @@ def resolve_passes(plan: Plan, texts: Texts, cache: Cache, hashes: dict[str, str
 
 def _ranges(plan: Plan, texts: Texts, cache: Cache, hashes: dict[str, str]) -> Ranges:
     """The ranges of the checkpoint on this build's texts, measured once."""
-    inputs = [code_hash(), hashes, plan.source.config, texts.probe, texts.windows]
+    inputs = [code_hash(), hashes, plan.source.config, texts.probe, texts.windows, plan.basis]
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
     folder = cache.get(key)
     if folder is None:
         reference = Reference(plan.source, plan.family, plan.spec)
         sequences = [texts.probe, *texts.windows, *(ids for _, ids in texts.prompts)]
-        ranges = measure_ranges(reference, sequences, stream_inputs(plan.spec.layers[0]))
+        ranges = measure_ranges(reference, sequences, stream_inputs(plan.spec.layers[0]), plan.basis)
         folder = cache.put(key, ranges.write)
     return Ranges.read(folder)
 
@@ -324,7 +343,8 @@ def make_forms(plan: Plan) -> Forms:
     """The forms of a plan's blocks."""
     from passes import QuantizeWeights
 
-    structural = ["linear_to_conv2d", "safe_rms_norm"] + ["fold_norm_gain"] * (not plan.spec.tied)
+    structural = ["linear_to_conv2d", "safe_rms_norm", "rotate_residual"]
+    structural += ["fold_norm_gain"] * (not plan.tied)
     head = [item for item in plan.passes if item.name in structural]
     head.append(
         QuantizeWeights(
@@ -357,6 +377,7 @@ def make_compiler(
         embedding_bits=32 if keeps_grid(plan, EMBEDDING) else decode.embedding_bits,
         embedding_group=decode_group(plan.spec.hidden_size) if plan.decode_only_matrices else 0,
         raw_keys=forms.raw_keys,
+        basis=plan.basis,
         probe_ids=texts.probe,
         window_ids=texts.windows,
         source_hashes=hashes,

@@ -75,12 +75,13 @@ def allocate_bits(
     if quantizer is None:
         return plan
     plain = replace(quantizer, budget={})
-    inputs = [code_hash(), hashes, plan.source.config, repr(plain), sequences, device]
+    before = plan.shared_passes[: plan.shared_passes.index(quantizer)]
+    inputs = [code_hash(), hashes, plan.source.config, repr(before), repr(plain), sequences, device]
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
 
     def write(folder: Path) -> None:
         reference = Reference(plan.source, plan.family, plan.spec)
-        found = measure_linears(reference, sequences, plain, device, track)
+        found = measure_linears(reference, sequences, plain, before, plan.basis, device, track)
         (folder / "linears.json").write_text(json.dumps({name: vars(item) for name, item in found.items()}))
 
     folder = cache.get(key) or cache.put(key, write)
@@ -133,6 +134,7 @@ def learned_layers(
         repr(quantizer),
         compiler.calibration_ids,
         compiler.device,
+        sorted(compiler.forms.folded_gains()),
     ]
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -146,6 +148,7 @@ def learned_layers(
             compiler.calibration_ids,
             steps=quantizer.learning_steps,
             rate=quantizer.learning_rate,
+            folded=compiler.forms.folded_gains(),
             device=compiler.device,
             track=track,
         )

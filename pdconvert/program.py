@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from pdconvert.basis import into, out_of
 from pdconvert.blocks import Head, KeysValuesLayer, Layout, rotate
 from pdconvert.ledger import Step
 from pdconvert.measure import sqnr_db
@@ -65,6 +66,7 @@ class Block:
         layout: form of the inputs and outputs.
         tokens: static number of new tokens, or None while the shape is free.
         records: quantized weights by parameter name; the module holds their de-quantized values.
+        scales: by path of a part, what it divides its outputs by and the linears that read them multiply with.
         factors: by parameter name, what the graph multiplies a stored tensor by; the module holds the product.
     """
 
@@ -74,6 +76,7 @@ class Block:
     layout: Layout = field(default_factory=Layout)
     tokens: int | None = None
     records: Mapping[str, Record] = field(default_factory=lambda: MappingProxyType({}))
+    scales: Mapping[str, Tensor] = field(default_factory=lambda: MappingProxyType({}))
     factors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
@@ -114,7 +117,7 @@ class Block:
     def _run_chunk(self, probe: Probe, size: int, past: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
         """One call of the block; `past` holds rotated keys and values, (1, heads, P, D)."""
         length = probe.hidden.shape[1]
-        hidden = _pad(probe.hidden, size) * self.layout.residual
+        hidden = _pad(into(probe.hidden, self.layout.basis), size) * self.layout.residual
         if self.layout.channels_first:
             hidden = hidden.transpose(1, 2)[:, :, None, :]
         # oneDNN reorders the weight of a 1x1 convolution at each call: 2 to 3 times slower than the plain product.
@@ -162,7 +165,7 @@ class Block:
         if name in ("k", "v"):
             return value.transpose(2, 3) if self.layout.heads_first else value
         plain = value[:, :, 0, :].transpose(1, 2) if self.layout.channels_first else value
-        return plain / self.layout.residual if name == "hidden" else plain
+        return out_of(plain / self.layout.residual, self.layout.basis) if name == "hidden" else plain
 
     def times(self, module: Any, name: str, factor: float) -> Block:
         """This block with a stored tensor multiplied in the graph alone; the other half keeps it as stored.
@@ -218,6 +221,13 @@ class CalibratedPass(Protocol):
         """The rewritten block."""
 
 
+def applied(rewrite: Pass, block: Block, calibration: Calibration | None) -> Block:
+    """A pass run on a block: by calibration text, where there is some and the pass looks at it."""
+    if calibration is not None and isinstance(rewrite, CalibratedPass) and rewrite.calibrated:
+        return rewrite.run_on(block, calibration)
+    return rewrite.run(block)
+
+
 def worst_db(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> float:
     """The lowest SQNR over the outputs of `got`; NaN if any is NaN."""
     values = [sqnr_db(expected[name], got[name]) for name in got]
@@ -257,10 +267,7 @@ def run_passes(
         started = time.perf_counter()
         try:
             rewrite.requires(block)
-            if calibration is not None and isinstance(rewrite, CalibratedPass) and rewrite.calibrated:
-                new = rewrite.run_on(block, calibration)
-            else:
-                new = rewrite.run(block)
+            new = applied(rewrite, block, calibration)
             rewrite.ensures(block, new)
             new_outputs = new.run(probe)
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pdconvert.basis import Basis, into
 from pdconvert.families.config import reference_class
 from pdconvert.reference import Reference
 
@@ -44,23 +45,28 @@ class Ranges:
 
 
 def measure_ranges(
-    reference: Reference, sequences: Sequence[Sequence[int]], readers: Sequence[str]
+    reference: Reference,
+    sequences: Sequence[Sequence[int]],
+    readers: Sequence[str],
+    basis: Basis | None = None,
 ) -> Ranges:
     """Run sequences through the reference and keep the peaks.
 
     Args:
         sequences: token ids, of any lengths.
         readers: paths of the parts whose input is the residual stream (`pdconvert.blocks.stream_inputs`).
+        basis: in which the stream is measured; None is the checkpoint's.
     """
     states = [reference.embed(ids)[None] for ids in sequences]
-    residual, where = max(float(state.abs().max()) for state in states), "embedding"
+    residual, where = max(float(into(state, basis).abs().max()) for state in states), "embedding"
     peaks: dict[str, dict[str, float]] = {}
     norm_class, norm_peak, norm_where = reference_class(reference.family.NORM), 0.0, ""
     for index in range(len(reference.spec.layers)):
         layer = reference.layer(index)
         found: dict[str, float] = {}
         norms = [path for path, part in layer.named_modules() if isinstance(part, norm_class)]
-        hooks = _watch(layer, {*readers, *norms}, found)
+        stream = {"", *(f"into {path}" for path in readers)}
+        hooks = _watch(layer, {*readers, *norms}, found, dict.fromkeys(stream, basis))
         states = [reference.run(layer, state)[0] for state in states]
         for hook in hooks:
             hook.remove()
@@ -68,17 +74,23 @@ def measure_ranges(
         for path in norms:
             if inputs[path] > norm_peak:
                 norm_peak, norm_where = inputs[path], f"layers.{index}.{path}"
-        stream = max(found[""], *(inputs[path] for path in readers))
-        if stream > residual:
-            residual, where = stream, f"layers.{index}"
+        peak = max(found[""], *(inputs[path] for path in readers))
+        if peak > residual:
+            residual, where = peak, f"layers.{index}"
         peaks[f"layers.{index}"] = found
     return Ranges(residual, where, peaks, norm_peak, norm_where)
 
 
-def _watch(layer: nn.Module, readers: Iterable[str], found: dict[str, float]) -> list[Any]:
+def _watch(
+    layer: nn.Module,
+    readers: Iterable[str],
+    found: dict[str, float],
+    bases: Mapping[str, Basis | None],
+) -> list[Any]:
     def keep(name: str, value: Any) -> None:
         tensor = value[0] if isinstance(value, tuple) else value
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            tensor = into(tensor, bases.get(name))
             found[name] = max(
                 found.get(name, 0.0),
                 float(torch.nan_to_num(tensor.abs(), nan=torch.inf, posinf=torch.inf).max()),

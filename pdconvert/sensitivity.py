@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pdconvert.compile import plain_layer
+from pdconvert.basis import Basis, into, out_of
+from pdconvert.forms import plain_layer
+from pdconvert.layer_tensors import block_shapes
 from pdconvert.measure import kl_divergence_nats
+from pdconvert.program import Block, Pass, applied
 from pdconvert.quant.allocation import Linear
 from pdconvert.quant.calibration import Calibration, reference_inputs, stages
 from pdconvert.reference import Reference
@@ -31,14 +34,18 @@ def measure_linears(
     reference: Reference,
     sequences: Sequence[Sequence[int]],
     quantizer: QuantizeWeights,
+    passes: Sequence[Pass] = (),
+    basis: Basis | None = None,
     device: str = "cpu",
     track: Callable[[Iterator[int]], Iterator[int]] = lambda items: items,
 ) -> dict[str, Linear]:
-    """Damage of every linear of the decoder, each rounded alone by GPTQ, the others as in the checkpoint.
+    """Damage of every linear of the decoder, each rounded alone by GPTQ, the others as they were.
 
     Args:
         sequences: calibration text; a part is rounded by, another measured on.
         quantizer: the pass, which says to what grid.
+        passes: those before it, whose weights are what is rounded.
+        basis: of the residual stream after these.
         track: wraps the loop over layers, for a progress bar.
 
     Returns:
@@ -58,14 +65,19 @@ def measure_linears(
     expected = logits(measured, 0)
     found: dict[str, Linear] = {}
     for index in track(iter(range(depth))):
-        tensors = reference.read_layer(index)
-        inputs = _inputs(reference, index, tensors, seen, device)
-        for name, rows in inputs.items():
-            weight = tensors[f"{name}.weight"].to(device)
+        calibration = Calibration(seen, seen, partial(reference.probe, index), device, quantizer.nearest)
+        block = plain_layer(reference.spec, index, reference.read_layer(index), raw_keys=False).to(device)
+        for item in passes:
+            block = applied(item, block, calibration)
+        parameters, shapes = dict(block.module.named_parameters()), block_shapes(reference.spec, index)
+        tensors = {name: parameters[name].detach().view(shape) for name, shape in shapes.items()}
+        for name, rows in _inputs(block, calibration).items():
+            weight = tensors[f"{name}.weight"]
             path = f"layers.{index}.{name}"
             rounded = quantizer.rounded(weight, rows.T @ rows, f"{path}.weight")
-            changed = reference.module(index, {**tensors, f"{name}.weight": rounded.cpu()}).to(device)
-            got = logits(reference.run(changed, measured)[0], index + 1)
+            changed = reference.module(index, {**tensors, f"{name}.weight": rounded})
+            state = out_of(reference.run(changed, into(measured, basis))[0], basis)
+            got = logits(state, index + 1)
             found[path] = Linear(weight.numel(), kl_divergence_nats(expected, got).mean().item())
         measured, seen = (reference.run(layers[index], hidden)[0] for hidden in (measured, seen))
     return found
@@ -78,12 +90,8 @@ def _parts(sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         yield torch.tensor([list(sequence[:width]) for sequence in chosen])
 
 
-def _inputs(
-    reference: Reference, index: int, tensors: Mapping[str, Tensor], hidden: Tensor, device: str
-) -> dict[str, Tensor]:
+def _inputs(block: Block, calibration: Calibration) -> dict[str, Tensor]:
     """What each linear of a layer reads, (tokens, I), by name in the block."""
-    block = plain_layer(reference.spec, index, tensors, raw_keys=False).to(device)
-    calibration = Calibration(hidden, hidden, partial(reference.probe, index), device)
-    groups = stages(block, next(calibration.windows(hidden)))
+    groups = stages(block, next(calibration.windows(calibration.reference)))
     found = reference_inputs(block, calibration, [names[0] for names in groups])
     return {name: found[names[0]] for names in groups for name in names}

@@ -56,7 +56,7 @@ def source_blocks(plan: Plan, blocks: Sequence[StoredBlock]) -> list[StoredBlock
     }
     if keeps_grid(plan, EMBEDDING):
         names["embedding"] = (EMBEDDING,)
-    if not plan.spec.tied and keeps_grid(plan, HEAD):
+    if not plan.tied and keeps_grid(plan, HEAD):
         names["head"] = (NORM, HEAD, *(["lm_head.bias"] if plan.spec.head_bias else []))
     return [
         SourceBlock(plan.source, block.name, names[block.name]) if block.name in names else block

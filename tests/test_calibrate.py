@@ -8,8 +8,8 @@ import torch
 
 from pdconvert import families
 from pdconvert.calibrate import Flow, random_sequences, read_sequences, write_sequences
-from pdconvert.compile import plain_layer
 from pdconvert.errors import InputError
+from pdconvert.forms import plain_layer
 from pdconvert.quant.calibration import grams, reference_inputs, stages
 from pdconvert.quant.grid import quantize_symmetric
 from pdconvert.recipe import load_recipe

@@ -100,7 +100,7 @@ def _sizes(folder: Path, emitted: Emitted) -> dict[str, Any]:
     for block in emitted.blocks:
         for name, value in block.tensors().items():
             weights[_part(f"{block.name}.{name}")] += math.prod(value.shape)
-    if emitted.plan.spec.tied:  # the head's weights are the embedding's
+    if emitted.plan.tied:  # the head's weights are the embedding's
         del weights["head"]
     package, decode = _package_bytes(folder, len(emitted.parts)), _decode_bytes(folder / "decode")
     return {

@@ -115,7 +115,7 @@ def decode_read_bytes(plan: Plan, store: Store) -> int:
     return sum(
         DTYPES[dtype].itemsize * math.prod(shape)
         for name, dtype, shape in decode_entries(plan, store)[0]
-        if plan.spec.tied or not name.startswith("model.embed_tokens.")
+        if plan.tied or not name.startswith("model.embed_tokens.")
     )
 
 

@@ -102,7 +102,7 @@ class Store:
         skeletons = make_forms(plan).skeletons(plan.interface.outputs)
         held = _graph_tensors(skeletons, blocks)
         whole_head = "head.lm_head.weight" in held and plan.spec.vocab_size <= plan.interface.head_limit
-        if plan.interface.embedding == "graph" and not (plan.spec.tied and whole_head):  # else the two share
+        if plan.interface.embedding == "graph" and not (plan.tied and whole_head):  # else the two share
             held["embedding.weight"] = blocks[0].tensors()["weight"]
         own = plan.recipe.decode.grid == "own"
         decode_blocks = weightless_blocks(plan, passes=plan.decode_passes) if own else blocks

@@ -29,12 +29,14 @@ class Calibration:
         stored: (N, W, H) through the weights that are shipped.
         probe: (1, W, H) → what the block is run on.
         device: where the arithmetic is done.
+        nearest: a weight (O, I), by block and name, as the recipe's quantizer would round it to nearest.
     """
 
     reference: Tensor
     stored: Tensor
     probe: Callable[[Tensor], Probe]
     device: str = "cpu"
+    nearest: Callable[[Tensor, str], Tensor] = lambda matrix, path: matrix
 
     def windows(self, hidden: Tensor) -> Iterator[Probe]:
         """One probe per window of (N, W, H)."""
@@ -81,6 +83,22 @@ def reference_inputs(block: Block, calibration: Calibration, names: Sequence[str
         for probe in calibration.windows(calibration.reference):
             block.run(probe)
     return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def mean_magnitudes(block: Block, calibration: Calibration, names: Sequence[str]) -> dict[str, Tensor]:
+    """Mean of |x| over all stored windows, x the inputs of the named linears: name → (I,)."""
+    sums: dict[str, Tensor] = {}
+    tokens = 0
+
+    def add(name: str, x: Tensor) -> None:
+        if name in names:
+            sums[name] = sums.get(name, 0) + _rows(x).abs().sum(0)
+
+    with _watching(block, add):
+        for probe in calibration.windows(calibration.stored):
+            block.run(probe)
+            tokens += probe.hidden.shape[1]
+    return {name: total / tokens for name, total in sums.items()}
 
 
 def grams(block: Block, calibration: Calibration, name: str, reference: Tensor) -> Grams:

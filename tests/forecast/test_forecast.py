@@ -33,6 +33,7 @@ VARIANTS = {
         {},
     ),
     "w4": ({}, {"scheme": "w4a16"}),
+    "rotated": ({"outputs": "logits", "embedding": "graph"}, {}),
     "tables": ({}, {"scheme": "w6a16", "form": "lut"}),
     "own-grid": ({"kv": {"rope": "rotated", "storage": "state"}, "functions": LONG[:2]}, {"scheme": "w4a16"}),
 }
@@ -52,8 +53,10 @@ def variant(name: str, folder: Path):
     data["prefill"] |= prefill
     if name == "own-grid":
         data["decode"] |= {"grid": "own", "bits": 4, "group_size": 32}
+    data["source"]["random"]["config"]["tie_word_embeddings"] = name in ("logits", "rotated")
+    if name == "rotated":
+        data["passes"].insert(4, "rotate_residual")
     if name == "logits":
-        data["source"]["random"]["config"]["tie_word_embeddings"] = True
         data["passes"].insert(4, {"scale_residual": {"factor": 0.5}})
     return recipe_from_data(data, where="test", folder=folder)
 
