@@ -5,7 +5,6 @@ program of their own, as the fp16 constants that `coremltools.convert` makes of 
 and read by pdconvert's executor: the product of a compressed matrix with the identity is its de-quantized values.
 """
 
-import logging
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 from pdconvert.emit.coreml import write_package
 from pdconvert.executors.mil import MilSession
 from pdconvert.inspect_package import inspect_package
+from pdconvert.quiet import quiet_coremltools
 
 TARGET = "iOS18"
 """The first with tables per group of channels and scales per block."""
@@ -51,7 +51,9 @@ def linear(bits: int, block: int = 0) -> Compress:
         extent = (
             {"granularity": "per_block", "block_size": block} if block else {"granularity": "per_channel"}
         )
-        config = cto.OpLinearQuantizerConfig(mode="linear_symmetric", dtype=f"int{bits}", weight_threshold=0, **extent)
+        config = cto.OpLinearQuantizerConfig(
+            mode="linear_symmetric", dtype=f"int{bits}", weight_threshold=0, **extent
+        )
         return cto.linear_quantize_weights(model, cto.OptimizationConfig(global_config=config))
 
     return compress
@@ -66,9 +68,7 @@ def compressed(weights: Mapping[str, Tensor], compress: Compress) -> tuple[dict[
     Raises:
         ValueError: the compressor left a matrix as it was.
     """
-    logging.getLogger("coremltools").setLevel(logging.ERROR)
-    import coremltools as ct
-
+    ct = quiet_coremltools()
     with tempfile.TemporaryDirectory() as temporary:
         plain, small = Path(temporary) / "plain.mlpackage", Path(temporary) / "small.mlpackage"
         write_package(plain, _program(list(weights.values())), TARGET, {})
@@ -83,7 +83,9 @@ def compressed(weights: Mapping[str, Tensor], compress: Compress) -> tuple[dict[
             for name, info in session.function.inputs.items()
         }
         outputs = session.run(inputs)
-    tensors = {name: outputs[f"y{index}"].view(value.shape) for index, (name, value) in enumerate(weights.items())}
+    tensors = {
+        name: outputs[f"y{index}"].view(value.shape) for index, (name, value) in enumerate(weights.items())
+    }
     return tensors, 8 * sum(group["bytes"] for group in groups)
 
 

@@ -1,12 +1,12 @@
 """Weights as mlx-lm's quantizers leave them, for `other_quantizers.py`.
 
 The functions behind `mlx_lm.convert`, `mlx_lm.gptq`, `mlx_lm.awq` and `mlx_lm.dwq` run with the values that their
-command lines default to, but on text that is at hand (the commands download theirs), and on the decoder's linears alone.
-Scales and biases count and are used as fp16, in which a model is shipped.
+command lines default to, but on text that is at hand (the commands download theirs), and for the decoder's linears:
+embedding and head are not taken from them. Scales and biases count and are used as fp16, in which a model is shipped.
 
 MLX's CPU build computes in float32 here: in float16 its products are 20 times slower. Its quantized product runs at
-about 1 GFLOP/s whatever BLAS there is, and is replaced while a quantizer runs by the plain product with the de-quantized
-matrix, which is the same by definition.
+about 1 GFLOP/s whatever BLAS there is. While a quantizer runs it is replaced by the plain product with the de-quantized
+matrix, which is the same but for the order of its sums.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -71,10 +71,11 @@ def awq(folder: Path, sequences: Sequences) -> Any:
 
 
 def dwq(folder: Path, sequences: Sequences, rate: float = 1e-6) -> Any:
-    """`mlx_lm.dwq --batch-size 1`: scales and biases learn from the unquantized model, one pass over the text.
+    """`mlx_lm.dwq --batch-size 1`: scales, biases and norms learn from the unquantized model, one pass over the text.
 
     One sequence in 16 is kept for its validation.
     """
+    import mlx.core as mx
     import mlx.optimizers as optimizers
     from mlx_lm.quant.dwq import dwq_quantize
     from mlx_lm.utils import quantize_model
@@ -82,10 +83,11 @@ def dwq(folder: Path, sequences: Sequences, rate: float = 1e-6) -> Any:
     teacher, _ = _load(folder)
     student, config = _load(folder)
     quantize_model(student, config, GROUP, 4, quant_predicate=_in_decoder)
+    for path, module in student.named_modules():
+        if _is_table(path, module):
+            module.freeze()
     data = [(list(ids), 0) for ids in _needed(sequences)]
     held = max(1, len(data) // 16)
-    import mlx.core as mx
-
     dwq_quantize(
         student,
         lambda batch, index, split: teacher(batch),
@@ -106,14 +108,14 @@ def quantized(
     """Run a quantizer of this module on a Hugging Face folder.
 
     Returns:
-        All fp32 tensors of the decoder layers by their names in the checkpoint (a quantizer may change norms too), and
+        All fp32 tensors but embedding and head by their names in the checkpoint (AWQ and DWQ change norms too), and
         the bits that its quantized matrices take.
     """
     import mlx.core as mx
 
     np.random.seed(SEED)
     mx.random.seed(SEED)
-    with mx.stream(mx.cpu), _plain_products():
+    with _plain_products():
         return _read(make(folder, sequences))
 
 
@@ -131,6 +133,13 @@ def _in_decoder(path: str, module: Any) -> bool:
     return ".layers." in path
 
 
+def _is_table(path: str, module: Any) -> bool:
+    """Whether it is the embedding or the head, which stay as they are."""
+    import mlx.nn as nn
+
+    return path.split(".")[-1] == "lm_head" or isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
+
+
 def _needed(sequences: Sequences) -> list[list[int]]:
     if not sequences:
         raise InputError("this quantizer needs text; give --calibration FILE")
@@ -143,9 +152,9 @@ def _read(model: Any) -> tuple[dict[str, Tensor], int]:
 
     tensors, bits = {}, 0
     for path, module in model.named_modules():
-        if not _in_decoder(path, module):
+        if module.children() or _is_table(path, module):
             continue
-        found = dict(tree_flatten(module.parameters())) if not module.children() else {}
+        found = dict(tree_flatten(module.parameters()))
         if "scales" in found:
             scales, biases = (found.pop(part).astype(mx.float16) for part in ("scales", "biases"))
             bits += 32 * found["weight"].size + 16 * (scales.size + biases.size)

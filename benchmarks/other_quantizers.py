@@ -70,11 +70,19 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table: its name on the command line, what it says in the table, and what makes the weights."""
+    """A row of the table.
+
+    Attributes:
+        name: on the command line.
+        title: in the table.
+        make: makes the weights.
+        reads: whether it looks at text; the table then says at how much.
+    """
 
     name: str
     title: str
     make: Callable[[Given], Quantized]
+    reads: bool = False
 
 
 def matrices(source: HfDirSource) -> dict[str, list[str]]:
@@ -139,68 +147,68 @@ METHODS = (
         Method(f"coremltools-{name}", f"coremltools {title}", partial(by_coremltools, compress))
         for name, title, compress in COREML_TOOLS
     ),
-    *(Method(f"mlx_lm-{name}", f"mlx_lm {title}", partial(by_mlx_lm, make)) for name, title, make in MLX_LM),
+    *(
+        Method(f"mlx_lm-{name}", f"mlx_lm {title}", partial(by_mlx_lm, make), not name.startswith("rtn"))
+        for name, title, make in MLX_LM
+    ),
 )
 
 
 class Scorer:
     """Hugging Face's model of a folder, in fp32, and what it says about the second half of each window.
 
-    Args:
-        folder: a Hugging Face folder.
-        windows: token ids, of equal length.
-        device: where it runs.
+    Attributes:
+        expected: (W / 2, V) logits of each window with the folder's own weights.
     """
 
     def __init__(self, folder: Path, windows: Sequence[Sequence[int]], device: str = "cpu"):
+        """Load the folder and run the windows, token ids of equal length, on `device`."""
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True
-        ).to(device)
-        self._model.eval().requires_grad_(False)
-        head, embedding = self._model.get_output_embeddings(), self._model.get_input_embeddings()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        self._model = model.to(device).eval().requires_grad_(False)
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         self._tied = head.weight is embedding.weight
         if self._tied:  # a build may bring a head of its own
             head.weight = torch.nn.Parameter(embedding.weight.clone(), requires_grad=False)
-        self._own = {name: value.clone() for name, value in self._model.state_dict().items()}
+        self._own = {name: value.clone() for name, value in model.state_dict().items()}
         self._windows = torch.tensor(windows, device=device)
-        self._expected = [logits.cpu() for logits in self._logits()]
+        self.expected = [logits.cpu() for logits in self.logits()]
 
-    @torch.no_grad()
-    def score(self, tensors: Mapping[str, Tensor]) -> Score:
-        """The model with other weights against its own.
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take other weights in the place of the folder's.
 
         Args:
-            tensors: by name; where they hold an embedding and no head, and the checkpoint has one matrix for both, the
+            tensors: by name; where they hold an embedding and no head, and the folder has one matrix for both, the
                 head is that embedding.
 
         Raises:
             InputError: a name or shape that the model does not have.
         """
-        wrong = [
-            name
-            for name, value in tensors.items()
-            if name not in self._own or value.shape != self._own[name].shape
-        ]
-        if wrong:
-            raise InputError(f"Hugging Face's model has no {wrong[0]} of shape {tuple(tensors[wrong[0]].shape)}")
+        for name, value in tensors.items():
+            if name not in self._own or value.shape != self._own[name].shape:
+                raise InputError(f"Hugging Face's model has no {name} of shape {tuple(value.shape)}")
         state = self._own | dict(tensors)
         if self._tied and "lm_head.weight" not in tensors:
             state["lm_head.weight"] = state["model.embed_tokens.weight"]
         self._model.load_state_dict(state, strict=True)
-        half = self._windows.shape[1] // 2
-        rows = []
-        for window, expected, found in zip(self._windows, self._expected, self._logits(), strict=True):
-            rows.append(Row.of(expected.to(found.device), found, window[half:]))
-        return score(rows)
 
     @torch.no_grad()
-    def _logits(self) -> Iterator[Tensor]:
+    def logits(self) -> Iterator[Tensor]:
         """(W / 2, V) of each window: what follows the tokens before each of its second half."""
         half = self._windows.shape[1] // 2
         for window in self._windows:
             yield self._model(window[None, :-1], logits_to_keep=half, use_cache=False).logits[0]
+
+    def score(self, tensors: Mapping[str, Tensor]) -> Score:
+        """The model with other weights, see `load`, against its own."""
+        self.load(tensors)
+        half = self._windows.shape[1] // 2
+        rows = [
+            Row.of(expected.to(found.device), found, window[half:])
+            for window, expected, found in zip(self._windows, self.expected, self.logits(), strict=True)
+        ]
+        return score(rows)
 
 
 @dataclass
@@ -240,23 +248,20 @@ def run(methods: Iterable[Method], given: Given, scorer: Callable[[], Scorer], r
     for method in methods:
         if "score" in results.rows.get(method.name, {}):
             continue
+        tokens = sum(map(len, given.sequences))
+        row: dict[str, Any] = {
+            "title": f"{method.title}, {tokens:,} tokens" if method.reads else method.title
+        }
         started = time.perf_counter()
         try:
             made = method.make(given)
         except TOOL_ERRORS as error:
-            results.put(method.name, {"title": method.title, "error": f"{type(error).__name__}: {error}"})
+            results.put(method.name, row | {"error": f"{type(error).__name__}: {error}"})
             continue
         seconds = time.perf_counter() - started
         judge = judge or scorer()
-        results.put(
-            method.name,
-            {
-                "title": method.title,
-                "seconds": seconds,
-                "bits_per_weight": made.bits_per_weight,
-                "score": asdict(judge.score(made.tensors)),
-            },
-        )
+        row |= {"seconds": seconds, "bits_per_weight": made.bits_per_weight}
+        results.put(method.name, row | {"score": asdict(judge.score(made.tensors))})
         print(f"{method.name}: done in {time.perf_counter() - started:.0f} s", file=sys.stderr)
 
 
@@ -270,7 +275,9 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     for name in sorted(rows, key=lambda name: order.get(name, len(order))):
         row = rows[name]
         if "error" in row:
-            lines.append(f"| {row['title']} | did not run: {' '.join(row['error'].split())[:200]} | | | | | | |")
+            lines.append(
+                f"| {row['title']} | did not run: {' '.join(row['error'].split())[:200]} | | | | | | |"
+            )
             continue
         value = Score(**row["score"])
         lines.append(
@@ -286,14 +293,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Other tools' quantizers and builds on one text.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="*", metavar="NAME", choices=[method.name for method in METHODS])
-    parser.add_argument("--build", nargs="+", type=Path, default=[], help="finished builds of the same folder")
+    parser.add_argument(
+        "--build", nargs="+", type=Path, default=[], help="finished builds of the same folder"
+    )
     parser.add_argument("--results", type=Path, help="JSON file that keeps the rows")
     parser.add_argument("--calibration", type=Path, help="text or JSONL for GPTQ, AWQ and DWQ")
     parser.add_argument("--sequences", type=int, default=64, help="how many are taken from it")
     parser.add_argument("--length", type=int, default=512, help="tokens of each")
     parser.add_argument("--text", type=Path, help="held-out text; the help topics of this Python by default")
     parser.add_argument("--windows", type=int, default=24)
-    parser.add_argument("--width", type=int, default=512, help="tokens of a window; its second half is scored")
+    parser.add_argument(
+        "--width", type=int, default=512, help="tokens of a window; its second half is scored"
+    )
     parser.add_argument("--device", default="cpu", help="where it is scored")
     args = parser.parse_args()
 
@@ -310,7 +321,8 @@ def main() -> None:
     }
     methods = [method for method in METHODS if args.only is None or method.name in args.only]
     methods += [
-        Method(f"build {path.name}", f"pdconvert, `{path.name}`", partial(of_build, path)) for path in args.build
+        Method(f"build {path.name}", f"pdconvert, `{path.name}`", partial(of_build, path))
+        for path in args.build
     ]
     results = Results(args.results, about)
     scorer = partial(Scorer, args.folder, windows, args.device)
