@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdconvert.emit.coreml import write_package
-from pdconvert.executors.mil import MilSession
-from pdconvert.inspect_package import inspect_package
 from pdconvert.quiet import quiet_coremltools
 
 TARGET = "iOS18"
@@ -69,6 +66,10 @@ def compressed(weights: Mapping[str, Tensor], compress: Compress) -> tuple[dict[
         ValueError: the compressor left a matrix as it was.
     """
     ct = quiet_coremltools()
+    from pdconvert.emit.coreml import write_package
+    from pdconvert.executors.mil import MilSession
+    from pdconvert.inspect_package import inspect_package
+
     with tempfile.TemporaryDirectory() as temporary:
         plain, small = Path(temporary) / "plain.mlpackage", Path(temporary) / "small.mlpackage"
         write_package(plain, _program(list(weights.values())), TARGET, {})

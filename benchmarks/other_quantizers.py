@@ -10,8 +10,9 @@ in the way. A build's `decode` folder is scored likewise, with all that it holds
 `pdconvert eval` measures through the shipped files.
 
 With --results every finished row is kept, and not made again; a row that failed is tried again. The table has all rows
-of the file. Bits per weight: codes, scales, biases and tables of the decoder's matrices. Seconds: to quantize, not to
-score. --only without a name runs no other tool.
+of the file. Bits per weight: codes, scales, biases and tables of the decoder's matrices; of a build, as its manifest
+counts them. Seconds: to quantize, not to score. --only without a name runs no other tool. Memory: the fp32 logits of
+all scored positions are held, 1.2 GB for SmolLM2, and three times the model.
 
 GPTQ, AWQ and DWQ look at text: --calibration, a text or JSONL file. They take long on a CPU, see docs/measurements.md.
 coremltools' k-means needs scikit-learn, which pdconvert does not install.
@@ -24,6 +25,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -254,7 +256,8 @@ def run(methods: Iterable[Method], given: Given, scorer: Callable[[], Scorer], r
         }
         started = time.perf_counter()
         try:
-            made = method.make(given)
+            with redirect_stdout(sys.stderr):  # the table alone goes to stdout
+                made = method.make(given)
         except TOOL_ERRORS as error:
             results.put(method.name, row | {"error": f"{type(error).__name__}: {error}"})
             continue
