@@ -10,6 +10,7 @@ from typing import Any
 
 from pdconvert.errors import InputError
 from pdconvert.executors.mil.liveness import Liveness
+from pdconvert.executors.mil.op_types import UNKNOWN
 from pdconvert.executors.mil.ops import OPS, REFUSED, STATE_OPS, OpRow
 from pdconvert.executors.mil.ops.row import LIST_INPUTS
 from pdconvert.executors.mil.package import Package
@@ -129,7 +130,7 @@ class PlanBuilder:
             return
         row = OPS.get(op.type)
         if row is None:
-            reason = REFUSED.get(op.type, "this op type is not known up to iOS 18")
+            reason = REFUSED.get(op.type, UNKNOWN)
             raise InputError(f"cannot be run: {reason}")
         given = self._operands(op)
         unknown = sorted(set(given) - set(row.tensors) - set(row.params))

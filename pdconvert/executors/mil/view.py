@@ -1,7 +1,7 @@
 """A neutral, read-only view of a package's functions: ops with their named inputs, values with their makers.
 
-Nothing is run and nothing is refused here: an op type or element type that the executor does not have is
-shown as it stands. Constants are values, not ops; `constexpr_*` ops are ops whose result is constant.
+Nothing is run here: an op type or element type that the executor does not have is shown as it stands. Only an
+op type that MIL itself does not know is refused. Constants are values, not ops; `constexpr_*` ops are ops whose result is constant.
 Weights are read only where `Value.array` is called.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from pdconvert.errors import InputError
 from pdconvert.executors.mil import dtypes
+from pdconvert.executors.mil.op_types import check_known
 from pdconvert.executors.mil.package import Package
 from pdconvert.executors.mil.values import RUN_TIME, FileValue, ValueInfo, read_value
 
@@ -203,7 +204,8 @@ def view_package(package: Package) -> PackageView:
     """Read all functions of a package.
 
     Raises:
-        InputError: the program does not hold together, or a weight file is missing.
+        InputError: the program does not hold together, has an op that MIL does not know, or a weight file is
+            missing.
     """
     functions = [_Reader(package, name).read() for name in package.function_names]
     files = {blob.path.name: blob.size_bytes for blob in package.blobs.values()}
@@ -235,7 +237,8 @@ class _Reader:
         return FunctionView(self._name, proto.opset, inputs, states, outputs, self._ops, flexible)
 
     def _block(self, block: Any, scope: tuple[str, ...]) -> None:
-        for proto in block.operations:
+        for position, proto in enumerate(block.operations):
+            check_known(self._package.path, self._name, position, proto)
             if proto.type == "const":
                 self._constant(proto)
                 continue
