@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from pdconvert.errors import InputError
+from pdconvert.executors.mil.fuse import Parts, fuse
 from pdconvert.executors.mil.liveness import Liveness
 from pdconvert.executors.mil.op_types import UNKNOWN
 from pdconvert.executors.mil.ops import OPS, REFUSED, STATE_OPS, OpRow
@@ -25,8 +26,16 @@ _STATE_DATA = {"write_state": "data", "coreml_update_state": "value"}
 class PlanBuilder:
     """Builds the `Plan` of one function."""
 
-    def __init__(self, package: Package, function: str, fp16: bool) -> None:
-        """Prepare; `fp16` says whether fp16-typed results are rounded."""
+    def __init__(self, package: Package, function: str, fp16: bool, fused: bool = False) -> None:
+        """Prepare.
+
+        Args:
+            package: the package.
+            function: name of the function.
+            fp16: whether fp16-typed results are rounded.
+            fused: whether steps may stand for several ops (`fuse.py`); fp32 only.
+        """
+        self._fused = fused
         self._package = package
         self._function = function
         self._fp16 = fp16
@@ -64,6 +73,8 @@ class PlanBuilder:
             except InputError as error:
                 raise InputError(f"{self._package.path}: {where}: {error}") from error
         outputs = {name: self._slot(self._named[name]) for name in block.outputs}
+        if self._fused:
+            self._steps = fuse(Parts(self._steps, self._infos, self._statics, set(outputs.values())))
         Liveness(self._steps, self._infos, inputs, outputs, set(self._statics)).apply()
         return Plan(self._steps, len(self._infos), self._statics, inputs, outputs)
 
@@ -159,7 +170,9 @@ class PlanBuilder:
             [self._slot(v) for v in a] if isinstance(a, list) else _maybe(self._slot, a) for a in args
         )
         into = partial(row.into, **params) if row.into is not None else fn
-        self._append(Step(where, "op", fn, slots, tuple(dynamic), (), rounds, row=row, into=into))
+        self._append(
+            Step(where, "op", fn, slots, tuple(dynamic), (), rounds, row=row, into=into, params=params)
+        )
 
     def _bound(self, row: OpRow, params: Mapping[str, Any]) -> Callable[..., Any]:
         """Return the op's function with its constant parameters worked in."""

@@ -1,6 +1,6 @@
 """The form of a function that is ready to run: steps over slots."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class Step:
         target: index into `args` of the tensor that the result is written into; -1 for none.
         state: name of the state it touches.
         copies_data: for `write`: whether the written value must be copied.
+        params: its constant parameters.
         detaches: slots whose values get memory of their own before the step writes into what they share.
     """
 
@@ -68,6 +69,7 @@ class Step:
     into: Callable[..., Any] = field(default=lambda: None)
     state: str = ""
     copies_data: bool = False
+    params: Mapping[str, Any] = field(default_factory=dict)
     detaches: tuple[int, ...] = ()
 
     def reads(self) -> list[int]:

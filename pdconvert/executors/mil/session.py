@@ -10,10 +10,10 @@ import torch
 
 from pdconvert.errors import InputError
 from pdconvert.executors.mil import dtypes
-from pdconvert.executors.mil.calls import Call, compile_step
 from pdconvert.executors.mil.graph import PlanBuilder
 from pdconvert.executors.mil.package import FunctionInfo, Package
 from pdconvert.executors.mil.plan import OpInfo, Plan, Step
+from pdconvert.executors.mil.program import Entry, Program
 from pdconvert.executors.mil.values import OP_ERRORS, RUN_TIME, ValueInfo, first_line, round_fp16
 from pdconvert.executors.mil.weights import WeightCache, default_cache_bytes
 
@@ -24,9 +24,6 @@ State = dict[str, torch.Tensor]
 
 Watch = Callable[[OpInfo, tuple[torch.Tensor, ...]], None]
 """Sees each op's outputs while a session runs; it must neither change nor keep them."""
-
-_Entry = tuple[Step, Call | None, list[int], tuple[int, ...]]
-"""A step, its closure (None for reads and writes of states), constants to load, slots to free."""
 
 
 class MilSession:
@@ -77,12 +74,21 @@ class MilSession:
         limit = default_cache_bytes() if weight_cache_bytes is None else weight_cache_bytes
         self.cache = cache if cache is not None else WeightCache(limit)
         self.watch: Watch | None = None
-        self._base: list[Any] = []
 
     @cached_property
     def plan(self) -> Plan:
-        """The steps."""
+        """The steps, op by op."""
         return PlanBuilder(self.package, self.function.name, self.mode == "fp16").build()
+
+    @cached_property
+    def _by_op(self) -> Program:
+        return Program(self.plan, self.cache)
+
+    @cached_property
+    def _fused(self) -> Program:
+        """The program of fp32 runs that nothing watches: a step may stand for several ops."""
+        plan = PlanBuilder(self.package, self.function.name, fp16=False, fused=True).build()
+        return Program(plan, self.cache)
 
     def make_state(self) -> State:
         """Return the function's states, all zero."""
@@ -122,10 +128,11 @@ class MilSession:
             InputError: an input that is missing, left over or of the wrong shape or type, or an op that
                 fails on these inputs; the message names it.
         """
+        program = self._by_op if self.mode == "fp16" or self.watch is not None else self._fused
         with torch.inference_mode():
-            registers = self._registers(inputs)
-            self._run(registers, self._check_state(state))
-        return self._outputs(registers)
+            registers = self._registers(program, inputs)
+            self._run(program, program.entries, registers, self._check_state(state))
+        return self._outputs(program, registers)
 
     def steps(
         self,
@@ -134,7 +141,7 @@ class MilSession:
         *,
         outputs: dict[str, torch.Tensor] | None = None,
     ) -> Iterator[tuple[OpInfo, tuple[torch.Tensor, ...]]]:
-        """Run the function op by op, as `run` does.
+        """Run the function op by op; `run` computes the same, in fp32 mode up to rounding.
 
         Args:
             inputs: as in `run`.
@@ -147,32 +154,32 @@ class MilSession:
         Raises:
             InputError: as in `run`.
         """
-        buffers = self._check_state(state)
+        buffers, program = self._check_state(state), self._by_op
         with torch.inference_mode():
-            registers = self._registers(inputs)
-        for entry in self._program:
+            registers = self._registers(program, inputs)
+        for entry in program.entries:
             with torch.inference_mode():
-                self._run(registers, buffers, [entry], free=False)
+                self._run(program, [entry], registers, buffers, free=False)
             yield entry[0].info, tuple(registers[slot] for slot in entry[0].outs)
             for slot in entry[3]:
                 registers[slot] = None
         if outputs is not None:
-            outputs.update(self._outputs(registers))
+            outputs.update(self._outputs(program, registers))
 
     def _run(
-        self, registers: list[Any], buffers: State, program: list[_Entry] | None = None, free: bool = True
+        self, program: Program, entries: list[Entry], registers: list[Any], buffers: State, free: bool = True
     ) -> None:
-        """Run entries of the program (all where None) on registers."""
+        """Run entries of the program on registers."""
         step = None
         try:
-            for step, call, loads, frees in self._program if program is None else program:
+            for step, call, loads, frees in entries:
                 if loads:
-                    self._load(loads, registers)
+                    program.load(loads, registers)
                 call(registers) if call is not None else self._touch_state(step, registers, buffers)
                 if self.watch is not None:
                     self.watch(step.info, tuple(registers[slot] for slot in step.outs))
                 if loads:
-                    self._drop(loads, registers)
+                    program.drop(loads, registers)
                 if free:
                     for slot in frees:
                         registers[slot] = None
@@ -181,43 +188,20 @@ class MilSession:
                 f"{self.package.path}: {step and step.info} failed: {first_line(error)}"
             ) from error
 
-    def _registers(self, inputs: Mapping[str, Any]) -> list[Any]:
+    def _registers(self, program: Program, inputs: Mapping[str, Any]) -> list[Any]:
         """Return fresh registers that hold the inputs and the constants that the cache keeps."""
-        if not self._base:
-            self._base = [None] * self.plan.slots
-        registers = self._base.copy()
-        self._bind(inputs, registers)
+        registers = program.registers()
+        self._bind(program.plan, inputs, registers)
         return registers
 
-    def _outputs(self, registers: list[Any]) -> dict[str, torch.Tensor]:
+    def _outputs(self, program: Program, registers: list[Any]) -> dict[str, torch.Tensor]:
         """Copy the outputs out; the registers may hold views of inputs, constants or states."""
-        self._load([slot for slot in self.plan.outputs.values() if registers[slot] is None], registers)
+        outputs = program.plan.outputs
+        program.load([slot for slot in outputs.values() if registers[slot] is None], registers)
         return {
             name: registers[slot].clone(memory_format=torch.contiguous_format)
-            for name, slot in self.plan.outputs.items()
+            for name, slot in outputs.items()
         }
-
-    @cached_property
-    def _program(self) -> list[_Entry]:
-        """The steps, compiled."""
-        return [
-            (step, compile_step(step) if step.kind == "op" else None, list(step.loads), step.frees)
-            for step in self.plan.steps
-        ]
-
-    def _load(self, loads: list[int], registers: list[Any]) -> None:
-        """Put constants into their registers; those that the cache keeps are there from the next run on."""
-        for slot in loads:
-            if registers[slot] is None:
-                registers[slot], kept = self.cache.get(self.plan.statics[slot])
-                if kept:
-                    self._base[slot] = registers[slot]
-
-    def _drop(self, loads: list[int], registers: list[Any]) -> None:
-        """Free the constants that the cache does not keep; never look at the others again."""
-        for slot in loads:
-            registers[slot] = self._base[slot]
-        loads[:] = [slot for slot in loads if self._base[slot] is None]
 
     def _touch_state(self, step: Step, registers: list[Any], buffers: State) -> None:
         """Read a state, or give it a new buffer: the written tensor itself where nothing else holds it."""
@@ -244,7 +228,7 @@ class MilSession:
             )
         return state
 
-    def _bind(self, inputs: Mapping[str, Any], registers: list[Any]) -> None:
+    def _bind(self, plan: Plan, inputs: Mapping[str, Any], registers: list[Any]) -> None:
         wanted = self.function.inputs
         missing = [name for name in wanted if name not in inputs]
         extra = [name for name in inputs if name not in wanted]
@@ -254,7 +238,7 @@ class MilSession:
                 f"{self.package.path}: function {self.function.name}: {problem}; its inputs are {', '.join(wanted)}"
             )
         for name, info in wanted.items():
-            registers[self.plan.inputs[name]] = self._input(name, info, inputs[name])
+            registers[plan.inputs[name]] = self._input(name, info, inputs[name])
 
     def _input(self, name: str, info: ValueInfo, given: Any) -> torch.Tensor:
         value = torch.as_tensor(given)

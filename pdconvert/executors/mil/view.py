@@ -1,8 +1,8 @@
 """A neutral, read-only view of a package's functions: ops with their named inputs, values with their makers.
 
 Nothing is run here: an op type or element type that the executor does not have is shown as it stands. Only an
-op type that MIL itself does not know is refused. Constants are values, not ops; `constexpr_*` ops are ops whose result is constant.
-Weights are read only where `Value.array` is called.
+op type that MIL itself does not know is refused. Constants are values, not ops; `constexpr_*` ops are ops whose
+result is constant. Weights are read only where `Value.array` is called.
 """
 
 from collections.abc import Iterator

@@ -17,6 +17,7 @@ import torch
 from pdconvert.errors import InputError
 from pdconvert.executors.mil import dtypes
 from pdconvert.executors.mil.dtypes import MilType
+from pdconvert.executors.mil.ops import fused
 from pdconvert.executors.mil.values import OP_ERRORS, FileValue, ValueInfo, first_line, round_fp16, to_torch
 
 ALWAYS_KEPT_BYTES = 64 * 1024
@@ -98,7 +99,47 @@ class Folded:
         return round_fp16(value) if self.rounds else value
 
 
-Static = Leaf | Folded
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Constants joined along their first axis, for a step that stands for several ops.
+
+    Attributes:
+        info: its type.
+        parts: the constants: weights (O, I, 1, ...), held as one matrix, or vectors.
+        columns: for how many positions oneDNN packs the matrix; 0 for vectors.
+        key: equal for equal constants, across functions of one package.
+    """
+
+    info: ValueInfo
+    parts: Sequence["Leaf | Folded"]
+    columns: int
+    key: Hashable
+
+    @classmethod
+    def of(cls, parts: Sequence["Static"], columns: int) -> "Joined":
+        """Join constants of a program."""
+        plain = [part for part in parts if not isinstance(part, Joined)]
+        first = plain[0].info
+        info = ValueInfo((sum(part.info.shape[0] for part in plain), *first.shape[1:]), first.dtype)
+        return cls(info, plain, columns, ("joined", columns, *(part.key for part in plain)))
+
+    def python(self) -> Any:
+        """Return it as a Python value."""
+        return self.loose({}).tolist()
+
+    def loose(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Compute it, not packed: a matrix (O, I), or a vector."""
+        tensors = [part.tensor(memo) for part in self.parts]
+        whole = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        return whole.flatten(1) if self.columns else whole
+
+    def tensor(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Compute it."""
+        whole = self.loose(memo)
+        return fused.pack(whole.contiguous(), self.columns) if self.columns else whole
+
+
+Static = Leaf | Folded | Joined
 
 
 def _evaluate(arg: Any, memo: dict[int, Any]) -> Any:
@@ -140,11 +181,15 @@ class WeightCache:
         found = self._held.get(static.key)
         if found is not None:
             return found, True
+        if isinstance(static, Joined) and not self._has_room(held_bytes(static.info)):
+            return static.loose({}), False  # packing pays only for what is used again
         tensor = static.tensor({})
         size = tensor.numel() * tensor.element_size()
-        if size > ALWAYS_KEPT_BYTES:
-            if self.kept_bytes + size > self.limit_bytes:
-                return tensor, False
-            self.kept_bytes += size
+        if not self._has_room(size):
+            return tensor, False
+        self.kept_bytes += size if size > ALWAYS_KEPT_BYTES else 0
         self._held[static.key] = tensor
         return tensor, True
+
+    def _has_room(self, size: int) -> bool:
+        return size <= ALWAYS_KEPT_BYTES or self.kept_bytes + size <= self.limit_bytes

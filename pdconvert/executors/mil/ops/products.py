@@ -28,16 +28,16 @@ def _onednn_linear() -> Callable[..., Tensor] | None:
     return None
 
 
-_LINEAR = _onednn_linear()
-_SMALL = 1 << 18
+LINEAR = _onednn_linear()
+SMALL = 1 << 18
 """Multiplications below which oneDNN's 15 microseconds a call are more than the product itself."""
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Multiply matrices: a (M, K) @ b (K, N), any strides."""
-    large = a.numel() * b.shape[1] > _SMALL and b.shape[1] > 1
-    if large and _LINEAR is not None and a.dtype == torch.float32 and 1 not in a.shape:
-        return _LINEAR(a, b.t(), None, "none", [], "")
+    large = a.numel() * b.shape[1] > SMALL and b.shape[1] > 1
+    if large and LINEAR is not None and a.dtype == torch.float32 and 1 not in a.shape:
+        return LINEAR(a, b.t(), None, "none", [], "")
     return torch.mm(a, b)
 
 

@@ -1,0 +1,112 @@
+"""Functions that stand for several ops of a program; `fuse.py` says where. fp32 only.
+
+A product's result has its channels innermost in memory, as oneDNN writes it: (1, O, *D) with stride 1 at O.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pdconvert.executors.mil.ops.products import LINEAR
+
+Tensor = torch.Tensor
+
+__all__ = ["LINEAR", "attend", "channels_inside", "pack", "product", "products", "rms_norm", "rotate"]
+
+
+def pack(weight: Tensor, columns: int) -> Tensor:
+    """Reorder a matrix (O, I) into the form that oneDNN wants for this many rows of activations."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, columns)
+
+
+def product(shape: Sequence[int], then: str, biased: bool) -> Callable[..., Tensor]:
+    """Return a pointwise convolution of x (1, I, *D) that gives `shape` (1, O, *D).
+
+    Args:
+        shape: of the result.
+        then: done to it: `swish`, `add` or `mul` (with one more tensor of that shape, last), or nothing.
+        biased: whether a bias (O,) comes after the weights.
+    """
+    shape = tuple(shape)
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _multiply(x, weight, bias, then or "none").t().view(shape)
+
+    def with_other(x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
+        bias = rest[0] if biased else None
+        other = rest[-1].reshape(shape[1], -1).t().contiguous()
+        rows = x.reshape(x.shape[1], -1).t()
+        out = torch.ops.mkldnn._linear_pointwise.binary(rows, other, weight, bias, then)
+        return out.t().view(shape)
+
+    return with_other if then in ("add", "mul") else plain
+
+
+def products(shapes: Sequence[Sequence[int]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Return several of one x, with their weights (and biases, where there are any) joined."""
+    sizes = [shape[1] for shape in shapes]
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+        pieces = _multiply(x, weight, bias, "none").t().split(sizes)
+        return tuple(piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+
+    return call
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, then: str) -> Tensor:
+    """x (1, I, *D) and weights (O, I), packed or not: (positions, O)."""
+    return torch.ops.mkldnn._linear_pointwise.default(
+        x.reshape(x.shape[1], -1).t(), weight, bias, then, [], ""
+    )
+
+
+def rms_norm(channels: int, root_epsilon: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return x · rsqrt(mean(x²) + root_epsilon²) · gain over axis 1 of x (1, C, *D); fp32 needs no scaling."""
+    epsilon, share = root_epsilon**2, 1 / channels
+
+    def call(x: Tensor, gain: Tensor) -> Tensor:
+        rows = x.reshape(channels, -1).t()
+        norm = torch.linalg.vector_norm(rows, 2, 1, True)
+        out = (rows * norm.square_().mul_(share).add_(epsilon).rsqrt_()).mul_(gain.view(-1))
+        return out.t().view(x.shape)
+
+    return call
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x · cos + concat(−high, low) · sin for x (1, heads, D, S), low and high its halves along D."""
+    half = x.shape[2] // 2
+    out = x * cos
+    out[:, :, :half].addcmul_(x[:, :, half:], sin[:, :, :half], value=-1)
+    out[:, :, half:].addcmul_(x[:, :, :half], sin[:, :, half:])
+    return out
+
+
+def attend(value: Tensor, key: Tensor, query: Tensor, mask: Tensor) -> Tensor:
+    """value · softmax(keyᵀ · query + mask) over the keys.
+
+    Args:
+        value: (G, 1, D, K).
+        key: (G, 1, D, K).
+        query: (G, R, D, Q), scaled.
+        mask: (1, 1, K, Q), laid out with stride 1 at K.
+
+    Returns:
+        (G, R, D, Q). A query that sees no key (a column of minus infinity) gives NaN, as the ops do.
+    """
+    groups, _, size, keys = key.shape
+    if mask.min() == -math.inf:  # torch's own attention gives zeros where no key is seen
+        scores = torch.matmul(key.transpose(2, 3), query) + mask
+        return torch.matmul(value, torch.softmax(scores, 2))
+    heads = query.reshape(1, -1, size, query.shape[3]).transpose(2, 3)
+    k, v = (tensor.reshape(1, groups, size, keys).transpose(2, 3) for tensor in (key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        heads, k, v, attn_mask=mask.transpose(2, 3), scale=1.0, enable_gqa=True
+    )
+    return out.transpose(2, 3).reshape(query.shape)
+
+
+def channels_inside(x: Tensor) -> Tensor:
+    """Lay x (1, 1, D, S) out with stride 1 at axis 2."""
+    return x.transpose(2, 3).contiguous().transpose(2, 3)

@@ -1,0 +1,215 @@
+"""Steps that stand for several ops: what is rewritten, what is not, and that the values stay the program's."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mil_programs import mb, save_program
+
+from pdconvert.executors.mil import MilSession
+from pdconvert.executors.mil.trace import Tracer
+from pdconvert.executors.mil.weights import WeightCache
+from pdconvert.measure import sqnr_db
+
+HIDDEN, DIM, TOKENS, WIDE = 96, 24, 64, 192
+HEADS, GROUPS = 4, 2
+Body = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def draw(seed: int, *shape: int) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(shape) / 8).astype(np.float16)
+
+
+def conv(x: Any, seed: int, outputs: int, bias: bool = False, **params: Any) -> Any:
+    weight = draw(seed, outputs, x.shape[1], 1, 1)
+    more = {"bias": draw(seed + 1, outputs)} if bias else {}
+    return mb.conv(x=x, weight=weight, **more, **params)
+
+
+def norm(x: Any, *, epsilon: float = 0.0, axis: int = 1, floor: float = 1e-4) -> Any:
+    peak = mb.reduce_max(x=mb.abs(x=x), axes=[axis], keep_dims=True)
+    peak = mb.maximum(x=peak, y=np.float16(floor))
+    scaled = mb.real_div(x=x, y=peak)
+    root = mb.mul(x=mb.real_div(x=np.float16(1), y=peak), y=np.float16(3e-3))
+    mean = mb.reduce_mean(x=mb.mul(x=scaled, y=scaled), axes=[axis], keep_dims=True)
+    total = mb.add(x=mean, y=mb.mul(x=root, y=root))
+    normal = mb.mul(x=scaled, y=mb.rsqrt(x=total, epsilon=np.float16(epsilon)))
+    return mb.mul(x=normal, y=draw(40, 1, HIDDEN, 1, 1))
+
+
+def rotate(x: Any, v: Mapping[str, Any], *, swapped: bool = False) -> Any:
+    count, half = x.shape[1], DIM // 2
+    low = mb.slice_by_index(x=x, begin=[0, 0, 0, 0], end=[1, count, half, TOKENS])
+    high = mb.slice_by_index(x=x, begin=[0, 0, half, 0], end=[1, count, DIM, TOKENS])
+    first, second = (low, high) if swapped else (high, low)
+    turned = mb.concat(values=[mb.mul(x=first, y=np.float16(-1)), second], axis=2)
+    return mb.add(x=mb.mul(x=x, y=v["cos"]), y=mb.mul(x=turned, y=v["sin"]))
+
+
+def block(v: Mapping[str, Any], bias: bool = False) -> dict[str, Any]:
+    """A llama layer in the form that we emit."""
+    x = norm(v["x"])
+    k = mb.reshape(x=conv(x, 2, GROUPS * DIM, bias), shape=(1, GROUPS, DIM, TOKENS))
+    value = mb.reshape(x=conv(x, 4, GROUPS * DIM, bias), shape=(GROUPS, 1, DIM, TOKENS))
+    q = mb.reshape(x=conv(x, 6, HEADS * DIM, bias), shape=(1, HEADS, DIM, TOKENS))
+    key = rotate(k, v)
+    q = mb.reshape(x=rotate(q, v), shape=(GROUPS, HEADS // GROUPS, DIM, TOKENS))
+    keys = mb.reshape(x=key, shape=(GROUPS, 1, DIM, TOKENS))
+    scores = mb.add(x=mb.matmul(x=keys, y=q, transpose_x=True), y=v["mask"])
+    seen = mb.matmul(x=value, y=mb.softmax(x=scores, axis=2))
+    seen = mb.reshape(x=seen, shape=(1, HEADS * DIM, 1, TOKENS))
+    x = mb.add(x=v["x"], y=conv(seen, 8, HIDDEN, bias))
+    normed = norm(x)
+    wide = mb.mul(x=mb.silu(x=conv(normed, 10, WIDE, bias)), y=conv(normed, 12, WIDE, bias))
+    return {"out": mb.add(x=x, y=conv(wide, 14, HIDDEN, bias)), "k": key}
+
+
+INPUTS = {
+    "x": 40 * draw(0, 1, HIDDEN, 1, TOKENS),
+    "cos": draw(20, 1, 1, DIM, TOKENS),
+    "sin": draw(21, 1, 1, DIM, TOKENS),
+    "mask": np.triu(np.zeros((TOKENS, TOKENS), np.float16) - 4e4, 1).T[None, None].astype(np.float16),
+}
+
+
+def save(path: Path, body: Body) -> MilSession:
+    return MilSession(save_program(path / "p.mlpackage", INPUTS, body))
+
+
+def kinds(session: MilSession) -> Counter[str]:
+    """How often each function of `ops/fused.py` stands in the program."""
+    fns = [step.fn for step in session._fused.plan.steps]
+    own = [fn for fn in fns if getattr(fn, "__module__", "").endswith("ops.fused")]
+    return Counter(fn.__qualname__.partition(".")[0] for fn in own)
+
+
+def by_op(session: MilSession, inputs: Mapping[str, np.ndarray] = INPUTS) -> dict[str, torch.Tensor]:
+    outputs: dict[str, torch.Tensor] = {}
+    for _ in session.steps(inputs, outputs=outputs):
+        pass
+    return outputs
+
+
+def assert_equal_up_to_rounding(session: MilSession) -> None:
+    wanted, got = by_op(session), session.run(INPUTS)
+    assert wanted.keys() == got.keys()
+    for name in wanted:
+        assert got[name].is_contiguous()
+        assert sqnr_db(wanted[name], got[name]) > 110, name
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer(tmp_path: Path, bias: bool) -> None:
+    session = save(tmp_path, lambda v: block(v, bias))
+    assert_equal_up_to_rounding(session)
+    assert kinds(session) == {
+        "products": 1,  # q, k, v
+        "product": 4,  # o and the residual, gate and silu, up and the product with it, down and the residual
+        "rms_norm": 2,
+        "rotate": 2,
+        "attend": 1,
+        "channels_inside": 3,  # cos, sin, mask
+    }
+
+
+def test_every_op_is_seen_where_someone_looks(tmp_path: Path) -> None:
+    session = save(tmp_path, block)
+    traced = [row.op.op_type for row in Tracer(session.package).run(INPUTS).rows]
+    seen: list[str] = []
+    session.watch = lambda op, outputs: seen.append(op.op_type)
+    watched = session.run(INPUTS)
+    assert seen == traced == [step.info.op_type for step in session.plan.steps]
+    assert len(session._fused.plan.steps) < len(traced) / 2
+    for name, value in by_op(session).items():
+        assert watched[name].equal(value)
+
+
+def test_fp16_mode_runs_op_by_op(tmp_path: Path) -> None:
+    session = MilSession(save(tmp_path, block).package, mode="fp16")
+    for name, value in by_op(session).items():
+        assert session.run(INPUTS)[name].equal(value)
+
+
+def test_weights_that_are_not_kept_are_not_packed(tmp_path: Path) -> None:
+    session = save(tmp_path, block)
+    poor = MilSession(session.package, cache=WeightCache(0))
+    for _ in range(2):
+        for name, value in poor.run(INPUTS).items():
+            assert sqnr_db(session.run(INPUTS)[name], value) > 110
+    assert poor.cache.kept_bytes == 0
+    sizes = (HIDDEN, WIDE, WIDE)
+    assert session.cache.kept_bytes >= 4 * HIDDEN * sum(sizes)
+    assert session.run(INPUTS)["out"].equal(session.run(INPUTS)["out"])
+
+
+def test_a_query_that_sees_no_key_stays_nan(tmp_path: Path) -> None:
+    session = save(tmp_path, block)
+    blind = {**INPUTS, "mask": INPUTS["mask"].copy()}
+    blind["mask"][..., 5] = -np.inf
+    wanted, got = by_op(session, blind)["out"], session.run(blind)["out"]
+    assert wanted[..., 5].isnan().all()
+    assert got.isnan().equal(wanted.isnan())
+
+
+def _mul(x: Any, y: Any) -> Any:
+    return mb.mul(x=x, y=y)
+
+
+def _read_inside(v: Mapping[str, Any]) -> dict[str, Any]:
+    gate = conv(v["x"], 2, WIDE)
+    return {"gate": gate, "out": _mul(mb.silu(x=gate), conv(v["x"], 4, WIDE))}
+
+
+def _both_sides(v: Mapping[str, Any]) -> dict[str, Any]:
+    return {"out": mb.add(x=conv(v["x"], 2, WIDE), y=conv(v["x"], 4, WIDE))}
+
+
+def _square(v: Mapping[str, Any]) -> dict[str, Any]:
+    product = conv(v["x"], 2, WIDE)
+    return {"out": _mul(product, product)}
+
+
+def _normed(**how: Any) -> Body:
+    return lambda v: {"out": conv(norm(v["x"], **how), 2, WIDE)}
+
+
+def _rotated(**how: Any) -> Body:
+    def body(v: Mapping[str, Any]) -> dict[str, Any]:
+        x = mb.reshape(x=conv(v["x"], 2, HEADS * DIM), shape=(1, HEADS, DIM, TOKENS))
+        return {"out": rotate(x, v, **how)}
+
+    return body
+
+
+KEPT: dict[str, tuple[Body, dict[str, int]]] = {
+    "a result that is read elsewhere": (_read_inside, {"products": 0, "product": 2}),
+    "two products added": (_both_sides, {"product": 2}),
+    "a product squared": (_square, {"product": 1}),
+    "strides": (lambda v: {"out": conv(v["x"], 2, WIDE, strides=[1, 2])}, {}),
+    "groups": (
+        lambda v: {"out": mb.conv(x=v["x"], weight=draw(2, WIDE, HIDDEN // 2, 1, 1), groups=2)},
+        {},
+    ),
+    "padding": (lambda v: {"out": conv(v["x"], 2, WIDE, pad_type="custom", pad=[0, 0, 1, 1])}, {}),
+    "a small product": (lambda v: {"out": conv(norm(v["x"]), 2, 4)}, {}),
+    "an epsilon at the wrong place": (_normed(epsilon=0.01), {"product": 1}),
+    "a norm over positions": (_normed(axis=3), {"product": 1}),
+    "halves in the wrong order": (_rotated(swapped=True), {"product": 1}),
+    "halves in their order": (_rotated(), {"product": 1, "rotate": 1, "channels_inside": 2}),
+    "a plain norm": (_normed(), {"product": 1, "rms_norm": 1}),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_does_not_fit_stays_as_it_is(name: str, tmp_path: Path) -> None:
+    body, expected = KEPT[name]
+    session = save(tmp_path, body)
+    assert_equal_up_to_rounding(session)
+    found = kinds(session)
+    assert {kind: found[kind] for kind in {*found, *expected}} == {
+        kind: expected.get(kind, 0) for kind in {*found, *expected}
+    }
