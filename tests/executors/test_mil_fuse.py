@@ -136,7 +136,7 @@ def test_fp16_mode_runs_op_by_op(tmp_path: Path) -> None:
 
 def test_weights_that_are_not_kept_are_not_packed(tmp_path: Path) -> None:
     session = save(tmp_path, block)
-    poor = MilSession(session.package, cache=WeightCache(0))
+    poor = MilSession(session.package, cache=WeightCache(1))
     for _ in range(2):
         for name, value in poor.run(INPUTS).items():
             assert sqnr_db(session.run(INPUTS)[name], value) > 110
@@ -144,6 +144,12 @@ def test_weights_that_are_not_kept_are_not_packed(tmp_path: Path) -> None:
     sizes = (HIDDEN, WIDE, WIDE)
     assert session.cache.kept_bytes >= 4 * HIDDEN * sum(sizes)
     assert session.run(INPUTS)["out"].equal(session.run(INPUTS)["out"])
+
+
+def test_a_session_that_keeps_nothing_runs_op_by_op(tmp_path: Path) -> None:
+    session = MilSession(save(tmp_path, block).package, weight_cache_bytes=0)
+    for name, value in by_op(session).items():
+        assert session.run(INPUTS)[name].equal(value)
 
 
 def test_a_query_that_sees_no_key_stays_nan(tmp_path: Path) -> None:

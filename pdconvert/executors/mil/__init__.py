@@ -8,7 +8,8 @@ directly. Why not a translation to another graph format:
 - states are updated in place, run-time slice bounds and symbolic shapes need no special case;
 - a trace of every op (range, overflow, loss against fp32) is one callback;
 - oneDNN's product of two fp32 matrices is the fastest one measured on a small CPU
-  (`ops/products.py`).
+  (`ops/products.py`);
+- where nobody looks at single ops, an fp32 run may join some (`fuse.py`).
 
 It is not an ANE. `fp16` rounds what the program types as fp16 at each op's output, overflow
 included, and accumulates inside one op in fp32; a device may accumulate in less.

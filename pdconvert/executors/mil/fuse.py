@@ -1,7 +1,8 @@
 """Rewrite a plan's steps so that a run in fp32 mode makes fewer and faster calls.
 
 What the program says stays what is computed, rounding in fp32 apart; a traced run, a watched one and fp16 mode
-take the plan as it was. Only plans with a large product are rewritten. Before and after:
+take the plan as it was, as does a session that keeps no weights. Only plans with a large product are rewritten.
+Before and after:
 
     conv(x, a), conv(x, b), conv(x, c)      ->  one product with the weights joined and packed for oneDNN
     conv(x, a) then silu, add y or mul y    ->  one product that does this to its result

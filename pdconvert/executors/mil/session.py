@@ -128,7 +128,9 @@ class MilSession:
             InputError: an input that is missing, left over or of the wrong shape or type, or an op that
                 fails on these inputs; the message names it.
         """
-        program = self._by_op if self.mode == "fp16" or self.watch is not None else self._fused
+        keeps = self.cache.limit_bytes > 0  # else this is a single run, for which packing does not pay
+        fused = keeps and self.mode == "fp32" and self.watch is None
+        program = self._fused if fused else self._by_op
         with torch.inference_mode():
             registers = self._registers(program, inputs)
             self._run(program, program.entries, registers, self._check_state(state))
