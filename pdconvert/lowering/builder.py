@@ -32,9 +32,12 @@ def constant(value: bool | int | str | np.float16 | list[int] | list[bool]) -> V
     """The constant of the function that is being built which has this value and type."""
     held, key = _shared.setdefault(curr_block(), {}), (type(value).__name__, repr(value))
     if key not in held:
-        if isinstance(value, list):
-            value = np.array(value, bool if isinstance(value[0], bool) else np.int32)
-        held[key] = Builder.const(val=value, name=f"constant_{len(held)}")
+        entries = (
+            np.array(value, bool if isinstance(value[0], bool) else np.int32)
+            if isinstance(value, list)
+            else value
+        )
+        held[key] = Builder.const(val=entries, name=f"constant_{len(held)}")
     return held[key]
 
 
