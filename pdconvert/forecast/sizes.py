@@ -37,7 +37,7 @@ class Sizes:
     """Bytes of what a build leaves for the two halves.
 
     Attributes:
-        package_weights: of the weight files of all parts.
+        package_weights: of the weight files of all parts, their last tensors aligned as the others.
         package_program: of the programs and manifests of all parts.
         decode_weights: of the safetensors files and their index.
         decode_files: config, tokenizer and licence files; None for a source that does not hold its tokenizer.
