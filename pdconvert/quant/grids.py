@@ -202,10 +202,9 @@ def _asymmetric_start(groups: Tensor, bits: int) -> IntegerGrid:
     """The grid with the least scales that reach the lowest and the highest weight of each group, and 0."""
     low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
     zeros = torch.arange(0, 1 << bits, _zero_step(bits), dtype=torch.float32, device=groups.device)
-    below, above = -low / zeros[:, None, None], high / ((1 << bits) - 1 - zeros)[:, None, None]
-    needed = torch.maximum(
-        *(side.nan_to_num(0, posinf=math.inf) for side in (below, above))
-    )  # 0 / 0 needs nothing
+    sides = -low / zeros[:, None, None], high / ((1 << bits) - 1 - zeros)[:, None, None]
+    below, above = (side.nan_to_num(0, posinf=math.inf) for side in sides)  # 0 / 0: nothing to reach
+    needed = torch.maximum(below, above)
     least = needed.min(0)
     scales = torch.where((high - low).isfinite(), least.values, math.nan)
     return IntegerGrid(scales, bits, zero_points=zeros[least.indices])
@@ -243,7 +242,9 @@ def _shares(one: IntegerGrid, short: bool) -> IntegerGrid:
     if one.zero_points is None:
         return replace(one, scales=scales)
     step = _zero_step(one.bits)
-    zeros = torch.cat([(one.zero_points + move).clamp(0, 15 * step) for move in (0, -step, step)], 1)
+    zeros = torch.cat(
+        [(one.zero_points + move).clamp(0, (1 << one.bits) - step) for move in (0, -step, step)], 1
+    )
     return replace(one, scales=scales.repeat(1, 3), zero_points=zeros.repeat_interleave(SHARES, 1))
 
 
