@@ -254,7 +254,8 @@ def _on_multiples(weight: Tensor, gram: Tensor | None, grid: IntegerGrid) -> Int
     channel = snapped(grid.scales.amax(1, keepdim=True) / most, short=True, up=True)
     multiples = torch.arange(1, most + 1, device=channel.device)
     if gram is None:
-        blocks = (grid.scales / channel).ceil().clamp(1, most)
+        limit = (1 << grid.bits - 1) - 1  # the largest weight may lie nearly half a step beyond it
+        blocks = (grid.scales / channel * (limit / (limit + 0.49))).ceil().clamp(1, most)
     else:
         found = _searched(weight, gram, grid, lambda one: replace(one, scales=channel * multiples))
         blocks = (found.scales / channel).round()
