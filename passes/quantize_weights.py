@@ -19,7 +19,7 @@ from pdconvert.quant.grid import (
     LutLinear,
     QuantizedLinear,
     Record,
-    decode_group,
+    fitting_group,
     quantize_symmetric,
 )
 from pdconvert.quant.grids import IntegerGrid, TableGrid, integer_grid, table_grid
@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 BITS = {"w8a16": 8, "w6a16": 6, "w4a16": 4}
 GROUPED = {"per_group": 64, "per_grouped_channel": 4}
 """Granularities with a size, and its default: input channels per scale, output channels per table."""
-GRANULARITIES = {"integer": ("per_channel", "per_group"), "lut": ("per_tensor", "per_grouped_channel")}
+GRANULARITIES = {
+    "integer": ("per_channel", "per_group"),
+    "lut": ("per_tensor", "per_grouped_channel"),
+    "lpbq": ("per_group",),
+}
+DEFAULT_GRANULARITY = {"integer": "per_channel", "lut": "per_grouped_channel", "lpbq": "per_group"}
 FLOORS = {4: 8.0, 6: 15.0, 8: 25.0}
 """Least SQNR of a block, dB, by bits; below it the scheme should change."""
 
@@ -43,12 +48,15 @@ class QuantizeWeights:
 
     Attributes:
         scheme: `none` (fp16 weights), or `w8a16`, `w6a16`, `w4a16`: bits of the weights, activations in fp16.
-        form: `integer`: code times scale, symmetric; `lut`: entries of tables made by k-means.
+        form: `integer`: code times scale; `lut`: entries of tables made by k-means; `lpbq`: low-power block
+            quantization, where the scale of a group is a whole number, 1 to 15, times one scale per output channel.
+        symmetric: of integers, whether codes are about 0; `false` gives every scale a zero point beside it.
         granularity: for integers `per_channel`, one scale per output channel, the form that the ANE and MLX can
             both hold, or `per_group`, one per group of input channels, for MLX; for tables `per_tensor`, or
             `per_grouped_channel`, one per group of output channels: of 4 at 4 bits, 16 at 6, 64 at 8. Left out,
-            per_channel or per_grouped_channel.
-        group_size: channels in a group; 0 takes 64 input channels (32 where 64 does not divide) or 4 output ones.
+            per_channel or per_grouped_channel; of `lpbq`, per_group, which is the only one.
+        group_size: channels in a group; 0 takes 64 input channels or 4 output ones. Where a size does not divide, a
+            smaller one is taken, at last the whole row, and the build lists these weights.
         rounding: `nearest`, or `gptq`: by what the calibration text makes of it.
         correction: with gptq, how far weights move to make up for the error of the layers before, 0 … 1.
         sweeps: with gptq, passes of coordinate descent after it.
@@ -62,7 +70,8 @@ class QuantizeWeights:
 
     name: ClassVar[str] = "quantize_weights"
     scheme: Literal["none", "w8a16", "w6a16", "w4a16"] = "w8a16"
-    form: Literal["integer", "lut"] = "integer"
+    form: Literal["integer", "lut", "lpbq"] = "integer"
+    symmetric: bool = True
     granularity: Literal["per_channel", "per_group", "per_tensor", "per_grouped_channel"] | None = None
     group_size: int = 0
     rounding: Literal["nearest", "gptq"] = "nearest"
@@ -80,6 +89,8 @@ class QuantizeWeights:
             raise InputError(
                 f"granularity {self.granularity} is not for form {self.form}; use {' or '.join(allowed)}"
             )
+        if not self.symmetric and self.form != "integer":
+            raise InputError(f"symmetric: false is for form integer, not {self.form}; leave it out")
         if self.group_size and self.sizes not in GROUPED:
             raise InputError(
                 f"group_size {self.group_size} has no meaning with granularity {self.sizes}; leave it out"
@@ -107,12 +118,12 @@ class QuantizeWeights:
     @property
     def widths(self) -> tuple[int, ...]:
         """Bits that the form can have."""
-        return (4, 8) if self.form == "integer" else (4, 6, 8)
+        return (4, 6, 8) if self.form == "lut" else (4, 8)
 
     @property
     def sizes(self) -> str:
         """The granularity, with its default."""
-        return self.granularity or {"integer": "per_channel", "lut": "per_grouped_channel"}[self.form]
+        return self.granularity or DEFAULT_GRANULARITY[self.form]
 
     @property
     def calibrated(self) -> bool:
@@ -180,12 +191,24 @@ class QuantizeWeights:
         """
         (outputs, inputs), width = shape, self._bits(path)
         if self.form == "lut":
-            rows = self._rows(outputs, width)
+            rows = self._rows(outputs, path)
             tables = torch.zeros((outputs // rows, 1 << width), dtype=torch.float16, device=device)
             return LutLinear(torch.zeros(shape, dtype=torch.uint8, device=device), tables, width, rows)
         group = self._group(inputs)
-        scales = torch.zeros((outputs, inputs // group if group else 1), dtype=torch.float16, device=device)
-        return QuantizedLinear(torch.zeros(shape, dtype=torch.int8, device=device), scales, width, group)
+        groups = outputs, inputs // group if group else 1
+        lpbq = self._lpbq(group)
+
+        def zeros(shape: tuple[int, int], dtype: torch.dtype = torch.uint8) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return QuantizedLinear(
+            zeros(shape, torch.int8 if self.symmetric else torch.uint8),
+            zeros((outputs, 1) if lpbq else groups, torch.float16),
+            width,
+            group,
+            zero_points=None if self.symmetric else zeros(groups),
+            block_scales=zeros(groups) if lpbq else None,
+        )
 
     def _with_records(self, block: Block, quantize: Callable[[str, Tensor], Record]) -> Block:
         """The block with the values of its records, and of everything else in fp16."""
@@ -205,7 +228,7 @@ class QuantizeWeights:
         return replace(block, module=module, records=MappingProxyType(records))
 
     def _nearest(self, matrix: Tensor, path: str) -> Record:
-        if self.form == "integer" and self._bits(path) == 8:
+        if self.form == "integer" and self.symmetric and self._bits(path) == 8:
             return quantize_symmetric(matrix, 8, path, self._group(matrix.shape[1]))
         grid = self._grid(matrix, None, path)
         return grid.record(grid.nearest(matrix, torch.arange(matrix.shape[1], device=matrix.device)))
@@ -221,27 +244,33 @@ class QuantizeWeights:
         return grid.record(codes)
 
     def _grid(self, matrix: Tensor, gram: Tensor | None, path: str) -> IntegerGrid | TableGrid:
-        if self.form == "integer":
-            return integer_grid(matrix, gram, self._bits(path), self._group(matrix.shape[1]), path)
+        if self.form != "lut":
+            group = self._group(matrix.shape[1])
+            return integer_grid(
+                matrix, gram, self._bits(path), group, path, symmetric=self.symmetric, lpbq=self._lpbq(group)
+            )
         importance = matrix.new_ones(matrix.shape[1]) if gram is None else gram.diagonal()
-        return table_grid(
-            matrix, importance, self._bits(path), self._rows(len(matrix), self._bits(path)), path
-        )
+        return table_grid(matrix, importance, self._bits(path), self._rows(len(matrix), path), path)
 
-    def _rows(self, outputs: int, width: int) -> int:
-        """Output channels per table; at more than 4 bits so many more that tables take the same share of the bits."""
-        if self.sizes == "per_tensor":
-            return outputs
-        size = self.group_size or GROUPED["per_grouped_channel"]
-        return math.gcd(size << width - 4, outputs)
+    def wanted_size(self, path: str) -> int:
+        """Channels of the weight `path` that are to share a scale or a table; 0 where the form has no groups.
+
+        At more than 4 bits so many more share a table that tables take the same share of the bits.
+        """
+        size = self.group_size or GROUPED.get(self.sizes, 0)
+        return size << self._bits(path) - 4 if self.sizes == "per_grouped_channel" else size
+
+    def _rows(self, outputs: int, path: str) -> int:
+        """Output channels per table."""
+        return math.gcd(self.wanted_size(path), outputs)  # per tensor nothing is wanted: gcd(0, n) is n
 
     def _group(self, inputs: int) -> int:
-        """Input channels per scale; 0 (all of them) where the size does not divide."""
-        if self.sizes != "per_group":
-            return 0
-        if not self.group_size:
-            return decode_group(inputs)
-        return self.group_size if inputs % self.group_size == 0 else 0
+        """Input channels per scale; 0 for all of them."""
+        return fitting_group(inputs, self.wanted_size("")) if self.sizes == "per_group" else 0
+
+    def _lpbq(self, group: int) -> bool:
+        """Whether block scales are of any use."""
+        return self.form == "lpbq" and group > 0
 
     def _bits(self, path: str) -> int:
         return self.bits.get(path.removesuffix(".weight"), BITS[self.scheme])

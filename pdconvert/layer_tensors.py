@@ -95,25 +95,18 @@ def as_in_checkpoint(name: str, value: Stored, spec: ModelSpec) -> Stored:
 
 
 def join_rows(parts: list[Stored]) -> Stored:
-    """Stored tensors on top of each other; of records codes and scales, which have their own for every row."""
-    from pdconvert.quant.grid import LutLinear, QuantizedLinear
-
+    """Stored tensors on top of each other; of records all parts, which have their own for every row."""
     if len(parts) == 1:
         return parts[0]
     plain = [part for part in parts if isinstance(part, Tensor)]
     if len(plain) == len(parts):
         return torch.cat(plain)
     assert not plain, "a fused tensor is quantized in part"
-    tables = [part for part in parts if isinstance(part, LutLinear)]
-    if tables:
-        assert len(tables) == len(parts) and len({(part.bits, part.rows) for part in tables}) == 1, (
-            "parts of a fused tensor differ in their tables"
-        )
-        joined = [torch.cat([getattr(part, name) for part in tables]) for name in ("codes", "tables")]
-        return LutLinear(joined[0], joined[1], tables[0].bits, tables[0].rows)
-    records = [part for part in parts if isinstance(part, QuantizedLinear)]
-    assert len({(part.bits, part.group) for part in records}) == 1, (
-        "parts of a fused tensor differ in their grid"
-    )
-    codes, scales = torch.cat([part.codes for part in records]), torch.cat([part.scales for part in records])
-    return QuantizedLinear(codes, scales, records[0].bits, records[0].group)
+    records = [part for part in parts if not isinstance(part, Tensor)]
+    every = [record.parts() for record in records]
+    forms = {
+        (type(record), record.bits, getattr(record, "group", 0), getattr(record, "rows", 0), *held)
+        for record, held in zip(records, every, strict=True)
+    }
+    assert len(forms) == 1, "parts of a fused tensor differ in their grid"
+    return records[0].with_parts({name: torch.cat([held[name] for held in every]) for name in every[0]})

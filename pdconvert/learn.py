@@ -1,4 +1,4 @@
-"""Learning of scales, table entries and norm gains against the reference, with all codes as they are.
+"""Learning of scales, table entries and norm gains against the reference, with all codes and zero points as they are.
 
     tokens ─► the checkpoint's layers ───────────────────────► logits ─┐
         └───► stored embedding ─► layers of codes × (1 + δ) ─► logits ─┴─► KL divergence ─► gradient of every δ
@@ -46,11 +46,11 @@ class Learned:
         elif isinstance(stored, QuantizedLinear):
             base = stored.scales.float().to(device)
             unit = base
-            stored = replace(stored, codes=stored.codes.to(device))
         else:
             base = stored.tables.float().to(device)
             unit = base.square().mean(1, keepdim=True).sqrt()
-            stored = replace(stored, codes=stored.codes.to(device))
+        if not isinstance(stored, Tensor):
+            stored = stored.each(lambda part: part.to(device))
         return cls(stored, base, unit, nn.Parameter(torch.zeros_like(base)))
 
     def value(self) -> Tensor:
@@ -58,11 +58,9 @@ class Learned:
         moved = self.base + self.unit * self.delta
         if isinstance(self.stored, Tensor):
             return moved
-        shape = self.stored.shape
         if isinstance(self.stored, QuantizedLinear):
-            grouped = self.stored.codes.float().view(shape[0], moved.shape[1], -1)
-            return (grouped * moved[:, :, None]).view(shape)
-        return moved.gather(1, self.stored.codes.reshape(len(moved), -1).long()).view(shape)
+            return self.stored.values(moved)
+        return moved.gather(1, self.stored.codes.reshape(len(moved), -1).long()).view(self.stored.shape)
 
     @torch.no_grad()
     def record(self) -> Stored:
@@ -70,10 +68,10 @@ class Learned:
         moved = (self.base + self.unit * self.delta).cpu()
         if isinstance(self.stored, Tensor):
             return moved.half()
-        if isinstance(self.stored, QuantizedLinear):
-            scales = snapped(moved, self.stored.bits).half()
-            return replace(self.stored, codes=self.stored.codes.cpu(), scales=scales)
-        return replace(self.stored, codes=self.stored.codes.cpu(), tables=moved.half())
+        stored = self.stored.each(Tensor.cpu)
+        if isinstance(stored, QuantizedLinear):
+            return replace(stored, scales=snapped(moved, stored.short_scales).half())
+        return replace(stored, tables=moved.half())
 
 
 def learnable(name: str, stored: Stored, folded: frozenset[str]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pdconvert.measure import sqnr_db
-from pdconvert.quant.grid import QuantizedLinear, Record
+from pdconvert.quant.grid import Record
 from pdconvert.quant.store import Stored
 
 SAMPLE = 1 << 18
@@ -133,10 +133,10 @@ def _histogram(name: str, weight: Tensor, stored: Stored) -> dict[str, Any]:
 
 
 def _codes(record: Record, every: int) -> dict[str, Any]:
-    """The histogram of a record's codes: signed ones of a grid, or numbers of entries of a table."""
-    count = 2**record.bits
-    first = -count // 2 if isinstance(record, QuantizedLinear) else 0
-    if isinstance(record, QuantizedLinear) and record.bits == 8:
+    """The histogram of a record's codes: signed ones of a symmetric grid, else from 0."""
+    count, signed = 2**record.bits, record.codes.dtype == torch.int8
+    first = -count // 2 if signed else 0
+    if signed and record.bits == 8:
         first, count = first + 1, count - 1  # −127 … 127
     per_bin = max(1, count // CODE_BINS)
     bins = count // per_bin

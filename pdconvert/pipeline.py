@@ -31,6 +31,7 @@ from pdconvert.progress import Progress, peak_bytes
 from pdconvert.proof import prove
 from pdconvert.quant.store import DecodeStored
 from pdconvert.recipe.passes import calibrated
+from pdconvert.replaced import fp16_notes, size_notes
 from pdconvert.report.load import BuildReport
 from pdconvert.report.page import write_page
 from pdconvert.report.summary import summary
@@ -101,6 +102,7 @@ def build(
                         layers, "sensitivity", total=len(plan.spec.layers), unit="layer"
                     ),
                 )
+        plan = replace(plan, notes=(*plan.notes, *size_notes(plan)))
         compiler = make_compiler(plan, texts, hashes, calibration_ids, device)
 
         blocks = _compiled(compiler, cache, progress, "compile")
@@ -121,6 +123,7 @@ def build(
             decode = write_decode_folder(
                 folder / "decode", plan.decode_config, decode_tensors(plan, decode_blocks), source
             )
+        plan = replace(plan, notes=(*plan.notes, *fp16_notes(decode.unquantized)))
         cases = make_cases(plan, texts, blocks, folder / "decode")
         write_vectors(folder / "test_vectors", cases, greedy)
         store_hash, eos = _store_hash(blocks), _eos(plan, tokenizer)

@@ -22,7 +22,7 @@ from pdconvert.lowering.contract import STATE_STEP, FunctionShape, Interface, st
 from pdconvert.model import ModelSpec
 from pdconvert.pass_checks import check_order, rotates
 from pdconvert.program import Pass
-from pdconvert.quant.grid import decode_group
+from pdconvert.quant.grid import fitting_group
 from pdconvert.ranges import Ranges, measure_ranges
 from pdconvert.reference import Reference
 from pdconvert.source_grid import EMBEDDING, check_source_grid, keeps_grid
@@ -45,7 +45,7 @@ class Plan:
     Attributes:
         shapes: the functions to write.
         decode_config: the mlx-lm config of the decode folder.
-        notes: what was left out of the checkpoint, and why.
+        notes: what was left out of the checkpoint, decided by measuring, or replaced by what fits, and why.
     """
 
     recipe: Recipe
@@ -233,12 +233,13 @@ def _check_form(item: QuantizeWeights, target: str) -> None:
     if item.scheme == "none":
         return
     if item.sizes == "per_group" and not item.force:
+        asked = "form lpbq" if item.form == "lpbq" else "granularity per_group"
         raise InputError(
-            "recipe: quantize_weights.granularity per_group is not for the package: integer weights in groups are "
+            f"recipe: quantize_weights.{asked} is not for the package: integer weights in groups are "
             "reported silently wrong on the ANE (coremltools#2510); use per_channel, or force: true where the "
             "package runs elsewhere"
         )
-    if target != "iOS18" and (item.form == "lut" or item.scheme != "w8a16" or item.sizes == "per_group"):
+    if target != "iOS18" and (item.form != "integer" or item.scheme != "w8a16" or item.sizes == "per_group"):
         raise InputError(
             f"recipe: quantize_weights {item.scheme} {item.form} {item.sizes} needs prefill.target iOS18, not {target}"
         )
@@ -375,7 +376,7 @@ def make_compiler(
         head_passes=forms.head_passes,
         graph_passes=forms.graph_passes,
         embedding_bits=32 if keeps_grid(plan, EMBEDDING) else decode.embedding_bits,
-        embedding_group=decode_group(plan.spec.hidden_size) if plan.decode_only_matrices else 0,
+        embedding_group=fitting_group(plan.spec.hidden_size) if plan.decode_only_matrices else 0,
         raw_keys=forms.raw_keys,
         basis=plan.basis,
         probe_ids=texts.probe,

@@ -66,6 +66,10 @@ VARIANTS = [
     (W4,),
     (W4, *CALIBRATED, f"{QUANTIZER}sweeps=1"),
     (W4, *CALIBRATED, *GROUPS, f"{QUANTIZER}group_size=32"),
+    (W4, *CALIBRATED, f"{QUANTIZER}symmetric=false", f"{QUANTIZER}learning_steps=4"),
+    (*GROUPS, f"{QUANTIZER}symmetric=false", "prefill.kv.rope=raw"),
+    ("prefill.target=iOS16", f"{QUANTIZER}symmetric=false"),
+    (W4, *CALIBRATED, *GROUPS, f"{QUANTIZER}form=lpbq", f"{QUANTIZER}sweeps=1"),
     (*LUT, *CALIBRATED),
     (*LUT, *CALIBRATED, "decode.grid=own", "decode.group_size=32"),
     (

@@ -1,10 +1,9 @@
 """The decode half: a folder that stock `mlx_lm.load` reads, written from the quantized store.
 
-A record with signed codes becomes MLX's affine form without any new rounding: unsigned codes, the fp16
-scales repeated for every MLX group, and biases −2^(bits−1)·scale. MLX knows groups of 32, 64 and 128
-inputs; a weight that none of them divides is written as plain fp16 and reported, and so is one whose
-values come from lookup tables, which MLX has no form for. A weight on its checkpoint's own affine grid is
-written as it is.
+A record becomes MLX's affine form without any new rounding: unsigned codes, the fp16 scales (block scales multiplied
+in) repeated for every MLX group, and biases −2^(bits−1)·scale, or −zero point·scale. MLX knows groups of 32, 64 and
+128 inputs; a weight that none of them divides is written as plain fp16 and reported, and so is one whose values come
+from lookup tables, which MLX has no form for. A weight on its checkpoint's own affine grid is written as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -49,13 +48,13 @@ class DecodeFolder:
         files: names of the weight files and their index.
         size_bytes: bytes of all tensors, scales and biases included.
         quantization: the `quantization` object of config.json; empty where nothing is quantized.
-        unquantized: records written as plain fp16 because no MLX group divides their inputs, or as tables.
+        unquantized: records written as plain fp16, and why.
     """
 
     files: tuple[str, ...]
     size_bytes: int
     quantization: dict[str, Any]
-    unquantized: tuple[str, ...]
+    unquantized: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,19 @@ def mlx_group(inputs: int, group: int) -> int | None:
     return next((size for size in MLX_GROUPS if inputs % size == 0 and group % size == 0), None)
 
 
+def fp16_reason(value: DecodeStored) -> str | None:
+    """Why MLX cannot hold a record's codes, so that its values are written in fp16; None where it can."""
+    from torch import Tensor
+
+    record = _as_record(value)
+    if record is None:
+        return None if isinstance(value, Tensor) else "MLX has no tables"
+    if mlx_group(record.shape[1], record.group) is not None:
+        return None
+    groups = ", ".join(map(str, MLX_GROUPS))
+    return f"MLX's groups ({groups}) do not divide {record.group or record.shape[1]} input channels"
+
+
 def write_decode_folder(
     folder: Path,
     config: Mapping[str, Any],
@@ -95,32 +107,26 @@ def write_decode_folder(
         source: writes the tokenizer.
 
     Raises:
-        InputError: a value or an MLX bias that fp16 cannot hold.
+        InputError: a value that fp16 cannot hold, or an MLX bias that it cannot hold exactly.
         ValueError: a name given twice, or a record whose scales do not fit its codes.
     """
-    from torch import Tensor
-
     folder.mkdir(parents=True, exist_ok=True)
     stale = sorted(path.name for path in folder.glob("model*.safetensors"))
     if stale:
         raise ValueError(f"{folder} already holds {stale[0]}, which mlx-lm would load too")
     source.write_tokenizer(folder)
     grids: dict[str, tuple[int, int]] = {}
-    unquantized: list[str] = []
+    unquantized: dict[str, str] = {}
     parameters = 0
     with ShardWriter(folder) as writer:
         for name, value in tensors:
-            record = _as_record(value)
+            record, why = _as_record(value), fp16_reason(value)
             parameters += math.prod(value.shape)
-            if record is None:
-                if not isinstance(value, Tensor):
-                    unquantized.append(name)
+            if why:
+                unquantized[name] = why
+            group = None if record is None else mlx_group(record.shape[1], record.group)
+            if record is None or group is None:
                 _write_plain(writer, name, value)
-                continue
-            group = mlx_group(record.shape[1], record.group)
-            if group is None:
-                unquantized.append(name)
-                _write_plain(writer, name, record)
             else:
                 grids[_module(name)] = (group, record.bits)
                 _write_record(writer, name, record, group)
@@ -129,7 +135,7 @@ def write_decode_folder(
     content = {**config, "quantization": quantization} if quantization else dict(config)
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     (folder / "config.json").write_text(text + "\n", "utf-8")
-    return DecodeFolder(files, writer.total_bytes, quantization, tuple(unquantized))
+    return DecodeFolder(files, writer.total_bytes, quantization, unquantized)
 
 
 def check_store_equality(folder: Path, tensors: Iterable[tuple[str, DecodeStored]]) -> StoreEquality:
@@ -189,19 +195,6 @@ def _rows_at_a_time(shape: tuple[int, ...]) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, shape[0], rows))
 
 
-def _dequantized(record: QuantizedLinear | AffineLinear, rows: slice) -> np.ndarray:
-    """codes · scales (+ biases) of some rows, fp32 (R, I); exact, but for the sum, which is rounded once."""
-    from pdconvert.quant.grid import AffineLinear
-
-    if isinstance(record, AffineLinear):
-        parts = {name: getattr(record, name)[rows] for name in ("codes", "scales", "biases")}
-        return replace(record, **parts).dequantize().numpy()
-    scales = record.scales[rows].float().numpy()
-    codes = record.codes[rows].numpy()
-    grouped = codes.reshape(codes.shape[0], scales.shape[1], -1).astype(np.float32) * scales[:, :, None]
-    return grouped.reshape(codes.shape)
-
-
 def _float_rows(value: DecodeStored, rows: slice) -> np.ndarray:
     """Some rows of a value in fp32."""
     from torch import Tensor
@@ -210,7 +203,11 @@ def _float_rows(value: DecodeStored, rows: slice) -> np.ndarray:
 
     if isinstance(value, Tensor):
         return value[rows].float().numpy()
-    return _looked_up(value, rows) if isinstance(value, LutLinear) else _dequantized(value, rows)
+    return (
+        _looked_up(value, rows)
+        if isinstance(value, LutLinear)
+        else value.each(lambda part: part[rows]).dequantize().numpy()
+    )
 
 
 def _looked_up(record: LutLinear, rows: slice) -> np.ndarray:
@@ -247,29 +244,47 @@ def _write_record(writer: ShardWriter, name: str, record: QuantizedLinear | Affi
         return
     outputs, inputs = record.shape
     columns = inputs // record.group if record.group else 1
-    if tuple(record.scales.shape) != (outputs, columns):
+    scales = record.group_scales.half().numpy().astype("<f2", copy=False)
+    if scales.shape != (outputs, columns):
         raise ValueError(
-            f"{name}: scales of shape {tuple(record.scales.shape)} for codes of shape {(outputs, inputs)} "
+            f"{name}: scales of shape {scales.shape} for codes of shape {(outputs, inputs)} "
             f"and group {record.group}, expected {(outputs, columns)}"
         )
-    scales = record.scales.half().numpy().astype("<f2", copy=False)
-    with np.errstate(over="ignore"):
-        biases = (scales.astype(np.float32) * -code_offset(record.bits)).astype("<f2")
-    if not np.isfinite(biases).all():
-        row = int(np.argmax(~np.isfinite(biases).all(axis=1)))
-        raise InputError(
-            f"{name}: output channel {row} has scale {np.abs(scales[row]).max():.6g}, whose MLX bias "
-            f"-{code_offset(record.bits)} x scale does not fit fp16 (65504); leave this weight unquantized"
-        )
+    biases = _biases(name, record, scales)
 
     def words() -> Iterator[np.ndarray]:
         for rows in _rows_at_a_time((outputs, inputs)):
-            yield pack_words(unsigned_codes(record.codes[rows].numpy(), record.bits), record.bits)
+            codes = record.codes[rows].numpy()
+            codes = codes if record.zero_points is not None else unsigned_codes(codes, record.bits)
+            yield pack_words(codes, record.bits)
 
     repeats = inputs // group // columns
     writer.add(name, "U32", (outputs, inputs * record.bits // 32), words())
     for part, values in (("scales", scales), ("biases", biases)):
         writer.add(f"{_module(name)}.{part}", "F16", (outputs, inputs // group), [values.repeat(repeats, 1)])
+
+
+def _biases(name: str, record: QuantizedLinear, scales: np.ndarray) -> np.ndarray:
+    """MLX's biases (O, G) fp16: −zero point · scale, to the bit.
+
+    Raises:
+        InputError: one is no fp16 number.
+    """
+    zeros: np.ndarray | int = code_offset(record.bits)
+    if record.zero_points is not None:
+        zeros = record.zero_points.numpy().astype(np.float32)
+    exact = scales.astype(np.float32) * -zeros
+    with np.errstate(over="ignore"):
+        biases = exact.astype("<f2")
+    wrong = biases.astype(np.float32) != exact
+    if wrong.any():
+        row, group = (int(axis[0]) for axis in np.nonzero(wrong))
+        zero = int(np.broadcast_to(zeros, scales.shape)[row, group])
+        raise InputError(
+            f"{name}: output channel {row} has scale {scales[row, group]:.6g}, whose MLX bias "
+            f"-{zero} x scale does not fit fp16 (65504, 11 bits); leave this weight unquantized"
+        )
+    return biases
 
 
 def _write_affine(writer: ShardWriter, name: str, record: AffineLinear) -> None:

@@ -10,6 +10,7 @@ have no encoding.
 | weight, signed | `offset` −2^(bw−1) | `output_dtype` int4 or int8, no zero point |
 | per channel | lists over channels | `y_scale` list, `axis` |
 | per block | lists, row by row, `block_size` | `y_scale` nested as the weight, `axis`, `block_size` |
+| LPBQ | `per_block_int_scale`, `scale` per channel | `per_block_int_scale`, `per_channel_float_scale` |
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from pdconvert.export.ranges import Range
 from pdconvert.export.weights import QuantizedWeight
+from pdconvert.quant.packing import BLOCK_SCALE_BITS
 
 ACTIVATION_BITS = 16
 LEVELS = (1 << ACTIVATION_BITS) - 1
@@ -68,7 +72,26 @@ def _weight_1(name: str, form: QuantizedWeight) -> dict[str, Any]:
         "is_sym": form.zero_point is None,
     }
     block = {"block_size": form.block_size} if form.block_size else {}
+    if form.block_scales is not None:
+        wide = form.bits + BLOCK_SCALE_BITS
+        channels = _per_channel(form).tolist()
+        return {
+            **entry,
+            **block,
+            "enc_type": "LPBQ",
+            "bw": wide,
+            "compressed_bw": form.bits,
+            "per_block_int_scale": form.block_scales.reshape(-1).astype(int).tolist(),
+            "scale": channels,
+            "offset": [-(1 << wide - 1)] * len(channels),
+        }
     return {**entry, **block, "scale": scales, "offset": [-int(zero) - shift for zero in zeros]}
+
+
+def _per_channel(form: QuantizedWeight) -> np.ndarray:
+    """The scales of an LPBQ grid without its whole numbers, one per output channel; exact, as the products are."""
+    assert form.block_scales is not None
+    return (form.scale / form.block_scales).reshape(len(form.scale), -1)[:, 0]
 
 
 def encodings_2(weights: Mapping[str, QuantizedWeight], ranges: Mapping[str, Range]) -> dict[str, Any]:
@@ -81,7 +104,11 @@ def encodings_2(weights: Mapping[str, QuantizedWeight], ranges: Mapping[str, Ran
         )
     for name, form in weights.items():
         entry: dict[str, Any] = {"name": name, "output_dtype": f"{'' if form.signed else 'u'}int{form.bits}"}
-        entry["y_scale"] = form.scale.tolist()
+        if form.block_scales is None:
+            entry["y_scale"] = form.scale.tolist()
+        else:
+            entry["per_block_int_scale"] = form.block_scales.astype(int).tolist()
+            entry["per_channel_float_scale"] = _per_channel(form).tolist()
         if form.zero_point is not None:
             entry["y_zero_point"] = form.zero_point.tolist()
         if form.axis is not None:

@@ -32,6 +32,7 @@ class QuantizedWeight:
         zero_point: like scale, or None for zero.
         axis: of the channels, or along which blocks lie; None per tensor.
         block_size: entries of `axis` that share a scale; 0 per channel.
+        block_scales: of an LPBQ grid, the whole numbers in `scale`, of its shape; the rest of it is per channel.
     """
 
     bits: int
@@ -40,31 +41,35 @@ class QuantizedWeight:
     zero_point: np.ndarray | None
     axis: int | None
     block_size: int = 0
+    block_scales: np.ndarray | None = None
 
 
 def shift_scale(graph: GraphWriter, op: Op) -> None:
     """constexpr_blockwise_shift_scale: scale · (data − offset), by channel or by block of one axis."""
-    data, scale, offset = _plain(op, "data"), _plain(op, "scale"), op.input("offset")
-    if offset is not None:
-        raise refusal(op, "has an offset")
-    shape, blocks = data.shape, scale.shape
-    values = held_array(scale).astype(np.float32)
+    data = _plain(op, "data")
+    values, whole = _scales(op)
+    zeros = held_array(_plain(op, "offset")) if op.input("offset") is not None else None
+    if zeros is not None and zeros.dtype.kind == "f":
+        raise refusal(op, "has an offset that is no integer")
+    shape, blocks = data.shape, values.shape
+    axis, block, held = None, 0, blocks
     if math.prod(blocks) == 1:
-        form = _form(data, values.reshape(()), None, None)
+        held = ()
     else:
         per_channel = [
             a for a in range(len(shape)) if blocks[a] == shape[a] and math.prod(blocks) == blocks[a]
         ]
+        cut = [a for a in range(len(shape)) if blocks[a] != shape[a]]
         if per_channel:
-            form = _form(data, values.reshape(-1), None, per_channel[0])
+            axis, held = per_channel[0], (blocks[per_channel[0]],)
+        elif len(cut) == 1:
+            axis, block = cut[0], shape[cut[0]] // blocks[cut[0]]
         else:
-            cut = [a for a in range(len(shape)) if blocks[a] != shape[a]]
-            if len(cut) != 1:
-                raise refusal(
-                    op, f"has scales {blocks} for data {shape}, which are not by channel or one axis' blocks"
-                )
-            form = _form(data, values, None, cut[0], shape[cut[0]] // blocks[cut[0]])
-    _dequantize(graph, op, data, form)
+            raise refusal(
+                op, f"has scales {blocks} for data {shape}, which are not by channel or one axis' blocks"
+            )
+    zeros = None if zeros is None else zeros.reshape(held)
+    _dequantize(graph, op, data, _form(data, values.reshape(held), zeros, axis, block, whole))
 
 
 def affine(graph: GraphWriter, op: Op) -> None:
@@ -107,11 +112,30 @@ def _plain(op: Op, parameter: str) -> Value:
     return value
 
 
+def _scales(op: Op) -> tuple[np.ndarray, np.ndarray | None]:
+    """An op's scales in float32; of an LPBQ grid, whose scales another op computes, their whole numbers too."""
+    value = op.input("scale")
+    maker = None if value is None else value.maker
+    if maker is None or maker.type != op.type:
+        return held_array(_plain(op, "scale")).astype(np.float32), None
+    if maker.input("offset") is not None:
+        raise refusal(op, "has scales with an offset")
+    whole, channel = (held_array(_plain(maker, name)).astype(np.float32) for name in ("data", "scale"))
+    if channel.shape != (len(whole), *(1,) * (whole.ndim - 1)):
+        raise refusal(op, f"has scales {channel.shape} of scales {whole.shape}, which are not by channel")
+    return whole * channel, whole
+
+
 def _form(
-    data: Value, scale: np.ndarray, zeros: np.ndarray | None, axis: int | None, block: int = 0
+    data: Value,
+    scale: np.ndarray,
+    zeros: np.ndarray | None,
+    axis: int | None,
+    block: int = 0,
+    whole: np.ndarray | None = None,
 ) -> QuantizedWeight:
     bits = 4 if data.dtype.endswith("4") else 8
-    return QuantizedWeight(bits, not data.dtype.startswith("u"), scale, zeros, axis, block)
+    return QuantizedWeight(bits, not data.dtype.startswith("u"), scale, zeros, axis, block, whole)
 
 
 def _dequantize(graph: GraphWriter, op: Op, data: Value, form: QuantizedWeight) -> None:
@@ -120,10 +144,9 @@ def _dequantize(graph: GraphWriter, op: Op, data: Value, form: QuantizedWeight) 
     kind = CODE_TYPES[data.dtype]
     names = [f"{op.name}_codes", f"{op.name}_scale"]
     graph.add_initializer(names[0], kind, data.shape, record_key(data, kind), lambda: held_array(data))
-    scales = _plain(op, "scale")
-    graph.add_initializer(
-        names[1], "FLOAT", form.scale.shape, record_key(scales, "FLOAT"), lambda: form.scale
-    )
+    scales = op.input("scale")
+    key = None if scales is None else record_key(scales, "FLOAT")
+    graph.add_initializer(names[1], "FLOAT", form.scale.shape, key, lambda: form.scale)
     if form.zero_point is not None:
         zeros = form.zero_point
         names.append(f"{op.name}_zero_point")

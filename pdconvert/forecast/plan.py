@@ -11,7 +11,7 @@ from pdconvert.errors import InputError
 from pdconvert.forecast.chips import CHIPS, ChipFigures
 from pdconvert.forecast.memory import Memory, forecast_memory
 from pdconvert.forecast.roofline import Prediction, call_s, predict
-from pdconvert.forecast.sizes import Sizes, forecast_sizes
+from pdconvert.forecast.sizes import Sizes, forecast_sizes, fp16_reasons
 from pdconvert.forecast.weightless import Store, raw_bytes
 from pdconvert.forecast.work import DecodeWork, FunctionWork, decode_work, function_works
 from pdconvert.inventory import expected_tensors
@@ -20,6 +20,7 @@ from pdconvert.prepare import Plan, ResolvesAuto, make_plan
 from pdconvert.program import Pass
 from pdconvert.ranges import Ranges
 from pdconvert.recipe import Recipe
+from pdconvert.replaced import fp16_notes, size_notes
 from pdconvert.runtime.chunks import reach
 from pdconvert.sources import open_source
 from pdconvert.split import package_parts
@@ -135,6 +136,7 @@ def forecast(recipe: Recipe, chips: Sequence[ChipFigures] = CHIPS) -> Forecast:
     store = Store.of(plan)
     stored = {block.name: sum(map(sum, map(raw_bytes, block.tensors().values()))) for block in store.blocks}
     parts = package_parts(plan, stored)
+    notes += [*size_notes(plan), *fp16_notes(fp16_reasons(plan, store))]
     sizes = forecast_sizes(plan, store, parts)
     if sizes.decode_files is None:
         notes.append("the tokenizer's files are not there: decode is counted without them")

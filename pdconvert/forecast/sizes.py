@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pdconvert.emit.mlx import mlx_group, quantization_config
+from pdconvert.emit.mlx import fp16_reason, mlx_group, quantization_config
 from pdconvert.emit.shards import DTYPES, index_text, plan_shards
 from pdconvert.forecast.weightless import Store, on_source_grid, raw_bytes, weightless_blocks
 from pdconvert.lowering.contract import Part
@@ -37,7 +37,7 @@ class Sizes:
     """Bytes of what a build leaves for the two halves.
 
     Attributes:
-        package_weights: of the weight files of all parts.
+        package_weights: of the weight files of all parts, their last tensors aligned as the others.
         package_program: of the programs and manifests of all parts.
         decode_weights: of the safetensors files and their index.
         decode_files: config, tokenizer and licence files; None for a source that does not hold its tokenizer.
@@ -77,7 +77,7 @@ def forecast_sizes(plan: Plan, store: Store, parts: Sequence[Part]) -> Sizes:
 def blob_bytes(stored: Stored, target: str) -> int:
     """Bytes of a stored tensor in a package's weight file, metadata and alignment included."""
     sizes = raw_bytes(stored)
-    if isinstance(stored, QuantizedLinear) and target != "iOS18":
+    if isinstance(stored, QuantizedLinear) and target != "iOS18" and stored.zero_points is None:
         sizes.append(stored.shape[0])  # zero points, which the op of older systems takes
     return sum(BLOB_ALIGNMENT + math.ceil(size / BLOB_ALIGNMENT) * BLOB_ALIGNMENT for size in sizes)
 
@@ -90,6 +90,12 @@ def decode_stored(plan: Plan, store: Store) -> Iterator[tuple[str, DecodeStored]
     for name, stored in decode_tensors(plan, store.decode_blocks):
         kept = keeps_grid(plan, name)
         yield name, on_source_grid(stored, plan.source.grids[infos[name].dtype]) if kept else stored
+
+
+def fp16_reasons(plan: Plan, store: Store) -> dict[str, str]:
+    """Records whose values the decode folder holds in fp16, and why."""
+    reasons = {name: fp16_reason(stored) for name, stored in decode_stored(plan, store)}
+    return {name: why for name, why in reasons.items() if why}
 
 
 def decode_entries(

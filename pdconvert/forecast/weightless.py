@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -11,7 +12,7 @@ import torch
 from pdconvert.layer_tensors import block_shapes
 from pdconvert.prepare import Plan, make_forms
 from pdconvert.program import Block, Pass
-from pdconvert.quant.grid import LutLinear, QuantizedLinear
+from pdconvert.quant.grid import QuantizedLinear
 from pdconvert.quant.store import DecodeStored, Stored
 
 if TYPE_CHECKING:
@@ -143,9 +144,7 @@ def on_source_grid(matrix: DecodeStored, bits: int) -> Stored:
 
 
 def raw_bytes(stored: Stored) -> list[int]:
-    """Bytes of a stored tensor: codes and scales, or fp16 values."""
-    if isinstance(stored, QuantizedLinear):
-        return [stored.codes.numel() * stored.bits // 8, 2 * stored.scales.numel()]
-    if isinstance(stored, LutLinear):
-        return [stored.codes.numel() * stored.bits // 8, 2 * stored.tables.numel()]
-    return [2 * stored.numel()]
+    """Bytes of a stored tensor: the parts of a record, or fp16 values."""
+    if isinstance(stored, torch.Tensor):
+        return [2 * stored.numel()]
+    return [math.ceil(bits / 8) for bits in stored.part_bits().values()]

@@ -28,6 +28,7 @@ from pdconvert.lowering.export import BlockGraph, export_block, signature
 from pdconvert.model import ModelSpec
 from pdconvert.program import Block
 from pdconvert.quant.grid import LutLinear, QuantizedLinear
+from pdconvert.quant.packing import BLOCK_SCALE_BITS
 from pdconvert.quant.store import Stored, equal
 
 DTYPES = {"fp16": types.fp16, "int32": types.int32}
@@ -175,27 +176,29 @@ class Lowering:
         return self.spec.tied and whole and equal(parameter.value, self.load("embedding")["weight"])
 
     def _quantized(self, label: str, weight_id: str, record: QuantizedLinear, shape: tuple[int, ...]) -> Any:
-        codes = record.codes.numpy().reshape(shape)
-        if record.bits == 4:
-            codes = codes.astype(types.np_int4_dtype)
-        scales = record.scales.numpy().reshape(record.scales.shape + (1,) * (len(shape) - 2))
+        """Codes with scales and zero points; an LPBQ grid's scales are the result of an op of their own."""
+        codes = _array(record.codes, record.bits, len(shape)).reshape(shape)
+        scales = _array(record.scales, 16, len(shape))
+        zeros = None if record.zero_points is None else _array(record.zero_points, record.bits, len(shape))
         if self.target == "iOS18":
-            result = mb.constexpr_blockwise_shift_scale(data=codes, scale=scales, name=label)
-            parts = {"data": result.op.inputs["data"], "scale": result.op.inputs["scale"]}
-        elif record.group == 0:
-            result = mb.constexpr_affine_dequantize(
-                quantized_data=codes,
-                zero_point=np.zeros(codes.shape[0], np.int8),
-                scale=scales.reshape(-1),
-                axis=0,
-                name=label,
-            )
-            parts = {"data": result.op.inputs["quantized_data"], "scale": result.op.inputs["scale"]}
-        else:
+            if record.block_scales is not None:
+                blocks = _array(record.block_scales, BLOCK_SCALE_BITS, len(shape))
+                scales = mb.constexpr_blockwise_shift_scale(data=blocks, scale=scales, name=f"{label}_scales")
+                _share(scales, weight_id, data="block_scales", scale="scale")
+            optional = {} if zeros is None else {"offset": zeros}
+            result = mb.constexpr_blockwise_shift_scale(data=codes, scale=scales, name=label, **optional)
+            plain = {} if record.block_scales is not None else {"scale": "scale"}
+            return _share(result, weight_id, data="data", **plain, **dict.fromkeys(optional, "offset"))
+        if record.group:
             raise InputError(f"{label}: weights in groups need the target iOS18, not {self.target}")
-        for part, variable in parts.items():
-            variable.op.weight_id = f"{weight_id}_{part}"
-        return result
+        result = mb.constexpr_affine_dequantize(
+            quantized_data=codes,
+            zero_point=np.zeros(len(codes), np.int8) if zeros is None else zeros.reshape(-1),
+            scale=scales.reshape(-1),
+            axis=0,
+            name=label,
+        )
+        return _share(result, weight_id, quantized_data="data", scale="scale")
 
     def _tables(self, label: str, record: LutLinear, shape: tuple[int, ...]) -> Any:
         """A lookup table per group of output channels: indices (O, I, …), tables (O / rows, 1, …, 2^bits, 1)."""
@@ -203,9 +206,22 @@ class Lowering:
         indices = record.codes.numpy().reshape(shape).astype(dtype)
         tables = record.tables.numpy().reshape(len(record.tables), *(1,) * (len(shape) - 1), -1, 1)
         result = mb.constexpr_lut_to_dense(indices=indices, lut=tables, name=label)
-        for part in ("indices", "lut"):
-            result.op.inputs[part].op.weight_id = f"{label}_{part}"
-        return result
+        return _share(result, label, indices="indices", lut="lut")
+
+
+def _array(part: torch.Tensor, bits: int, rank: int) -> np.ndarray:
+    """A part of a record (O, G) as MIL takes it, (O, G, 1, …)."""
+    values = part.numpy().reshape(*part.shape, *(1,) * (rank - 2))
+    if bits != 4:
+        return values
+    return values.astype(types.np_int4_dtype if part.dtype == torch.int8 else types.np_uint4_dtype)
+
+
+def _share(result: Any, weight_id: str, **inputs: str) -> Any:
+    """Name the blobs of an op's inputs, so that functions share them: input → suffix."""
+    for name, suffix in inputs.items():
+        result.op.inputs[name].op.weight_id = f"{weight_id}_{suffix}"
+    return result
 
 
 @dataclass(frozen=True)
@@ -232,9 +248,9 @@ class _Parameter:
         """The stored value times the factor, rounded to fp16 once more where the factor is no power of two."""
         span = slice(*(self.rows or (None,)))
         if isinstance(self.value, QuantizedLinear):
-            codes, scales = self.value.codes[span], self.value.scales[span]
-            scales = scales if self.factor == 1 else (scales.float() * self.factor).half()
-            return replace(self.value, codes=codes, scales=scales)
+            record = self.value.each(lambda part: part[span])
+            scales = record.scales if self.factor == 1 else (record.scales.float() * self.factor).half()
+            return replace(record, scales=scales)
         if isinstance(self.value, LutLinear):
             assert self.rows is None, "only the head is cut, and it has no tables"
             tables = self.value.tables.float() * self.factor

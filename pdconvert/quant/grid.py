@@ -1,55 +1,111 @@
-"""Records of quantized weights: symmetric integers, or entries of lookup tables; and rounding to nearest."""
+"""Records of quantized weights: integers with scales, or entries of lookup tables; and rounding to nearest."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from pdconvert.errors import InputError
+from pdconvert.quant.packing import BLOCK_SCALE_BITS
 
 FP16_MAX = 65504.0
 TINIEST_SCALE = 2.0**-24
 """The smallest positive fp16 number; rows below it get all-zero codes."""
 
+EXACT_BITS = 7
+"""Significant bits of the scales of all grids but the symmetric one of 8 bits. A 4-bit code times such a scale is an
+fp16 number, in every executor; and so is a zero point or a block scale, of 4 significant bits, times it."""
+
+
+class _Stored:
+    """What all records have: codes of some bits, and tensors that say what they stand for."""
+
+    codes: Tensor
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def parts(self) -> dict[str, Tensor]:
+        """The stored tensors by field."""
+        every = ((item.name, getattr(self, item.name)) for item in fields(self))  # type: ignore[arg-type]
+        return {name: value for name, value in every if isinstance(value, Tensor)}
+
+    def with_parts(self, parts: Mapping[str, Tensor]) -> Self:
+        """The record with other tensors."""
+        return replace(self, **parts)  # type: ignore[type-var]
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The record with all parts changed alike."""
+        return self.with_parts({name: change(part) for name, part in self.parts().items()})
+
+    def part_bits(self) -> dict[str, int]:
+        """Bits that each stored tensor takes in the package."""
+        widths = {"codes": self.bits, "zero_points": self.bits, "block_scales": BLOCK_SCALE_BITS}
+        return {name: part.numel() * widths.get(name, 16) for name, part in self.parts().items()}
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits of codes and of everything beside them."""
+        return sum(self.part_bits().values())
+
 
 @dataclass(frozen=True)
-class QuantizedLinear:
-    """The canonical record of one quantized weight; value = codes · scales.
+class QuantizedLinear(_Stored):
+    """The canonical record of one quantized weight; value = (code − zero point) · block scale · scale.
+
+    G is 1 for one scale per output channel, I / group for groups of input channels.
 
     Attributes:
-        codes: int8 (O, I), in −127…127 at 8 bits.
-        scales: fp16 (O, 1) for one scale per output channel, (O, I / group) for groups of input channels.
+        codes: int8 (O, I), in −127…127 at 8 bits; with zero points uint8, below 2^bits.
+        scales: fp16 (O, G); with block scales (O, 1).
         bits: width of a code.
         group: input channels that share a scale; 0 means all of them.
+        zero_points: uint8 (O, G), multiples of 2^(bits−4), of an asymmetric grid; None for zero.
+        block_scales: uint8 (O, G), 1 … 15, of an LPBQ grid; None for one.
     """
 
     codes: Tensor
     scales: Tensor
     bits: int
     group: int = 0
+    zero_points: Tensor | None = None
+    block_scales: Tensor | None = None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
+    def group_scales(self) -> Tensor:
+        """fp16 (O, G), block scales multiplied in, which is exact: 4 and `EXACT_BITS` bits are fp16's 11."""
+        if self.block_scales is None:
+            return self.scales
+        return (self.scales.float() * self.block_scales.float()).half()
 
     @property
-    def stored_bits(self) -> int:
-        """Bits of codes and scales."""
-        return self.codes.numel() * self.bits + 16 * self.scales.numel()
+    def short_scales(self) -> bool:
+        """Whether scales have `EXACT_BITS` significant bits."""
+        return self.bits < 8 or self.zero_points is not None or self.block_scales is not None
 
     def dequantize(self) -> Tensor:
         """The fp32 weight (O, I); exact, since an 8-bit code times an fp16 scale fits fp32."""
-        codes = self.codes.float()
-        if not self.group:
-            return codes * self.scales.float()
+        return self.values(self.scales.float())
+
+    def values(self, scales: Tensor) -> Tensor:
+        """The weight with fp32 scales in the place of its own; gradients flow through."""
         rows, columns = self.shape
-        return (codes.view(rows, -1, self.group) * self.scales.float()[:, :, None]).view(rows, columns)
+        steps = self.codes.float().view(rows, -1, self.group or columns)
+        if self.zero_points is not None:
+            steps = steps - self.zero_points.float()[:, :, None]
+        if self.block_scales is not None:
+            scales = scales * self.block_scales.float()
+        return (steps * scales[:, :, None]).view(rows, columns)
 
 
 @dataclass(frozen=True)
-class LutLinear:
+class LutLinear(_Stored):
     """The record of a weight whose values are entries of lookup tables; value = tables[row // rows, code].
 
     Attributes:
@@ -64,15 +120,6 @@ class LutLinear:
     bits: int
     rows: int
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
-
-    @property
-    def stored_bits(self) -> int:
-        """Bits of codes and tables."""
-        return self.codes.numel() * self.bits + 16 * self.tables.numel()
-
     def dequantize(self) -> Tensor:
         """The fp32 weight (O, I)."""
         grouped = self.codes.reshape(len(self.tables), -1).long()
@@ -80,7 +127,7 @@ class LutLinear:
 
 
 @dataclass(frozen=True)
-class AffineLinear:
+class AffineLinear(_Stored):
     """A weight on the grid that its checkpoint has, as MLX holds it; value = codes · scales + biases.
 
     Attributes:
@@ -97,15 +144,6 @@ class AffineLinear:
     bits: int
     group: int
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
-
-    @property
-    def stored_bits(self) -> int:
-        """Bits of codes, scales and biases."""
-        return self.codes.numel() * self.bits + 16 * (self.scales.numel() + self.biases.numel())
-
     def dequantize(self) -> Tensor:
         """The fp32 weight (O, I); the product is exact, the sum rounded once."""
         grouped = self.codes.view(*self.scales.shape, self.group).float()
@@ -116,13 +154,20 @@ class AffineLinear:
 Record = QuantizedLinear | LutLinear
 
 
-DECODE_GROUPS = (64, 32)
-"""Input channels that share a scale in matrices that only the MLX half holds, the first that divides."""
+SMALLEST_GROUP = 32
+"""Input channels that share a scale: fewer are not taken in the place of a size that does not divide."""
 
 
-def decode_group(inputs: int) -> int:
-    """The group for a matrix that only the MLX half holds; 0 (the whole row) where none divides."""
-    return next((group for group in DECODE_GROUPS if inputs % group == 0), 0)
+def fitting_group(inputs: int, wanted: int = 64) -> int:
+    """The group of a weight: the wanted one, or half of it and so on, that divides; 0 (the whole row) where none does.
+
+    Args:
+        wanted: by default, that of matrices which only the MLX half holds.
+    """
+    group = wanted
+    while group and inputs % group:
+        group = group // 2 if group >= 2 * SMALLEST_GROUP else 0
+    return group
 
 
 def quantize_symmetric(weight: Tensor, bits: int, name: str, group: int = 0) -> QuantizedLinear:

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
+BLOCK_SCALE_BITS = 4
+"""Of the whole numbers, 1 … 15, that an LPBQ grid multiplies its scales by."""
+
 PACKED_BITS = (2, 4, 8)
 """Widths whose codes never straddle two words."""
 

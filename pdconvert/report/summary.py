@@ -27,7 +27,16 @@ def summary(out: Path, build: BuildReport) -> str:
         out: where the build lies in the end.
     """
     return "\n".join(
-        [*_ledger(build), "", *_checks(build), *_failures(build), "", *_facts(build), *_next(out, build)]
+        [
+            *_ledger(build),
+            "",
+            *_checks(build),
+            *_failures(build),
+            "",
+            *_facts(build),
+            *_notes(build),
+            *_next(out, build),
+        ]
     )
 
 
@@ -91,6 +100,16 @@ def _facts(build: BuildReport) -> list[str]:
     return [
         f"{label:<{LABEL}}{textwrap.shorten(text, WIDTH - LABEL, placeholder=' …')}" for label, text in facts
     ]
+
+
+def _notes(build: BuildReport) -> list[str]:
+    """What the build decided by itself, and what it did in the place of what the recipe asks for."""
+    lines = []
+    for note in build.manifest["source"]["notes"]:
+        lines += textwrap.wrap(
+            note, WIDTH, initial_indent=f"{'note':<{LABEL}}", subsequent_indent=" " * LABEL
+        )
+    return lines
 
 
 def _answer(build: BuildReport) -> str:

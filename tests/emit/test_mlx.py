@@ -16,6 +16,7 @@ from pdconvert.emit.mlx import check_store_equality, mlx_group, write_decode_fol
 from pdconvert.emit.shards import ShardWriter
 from pdconvert.errors import CheckFailed, InputError
 from pdconvert.quant.grid import QuantizedLinear
+from pdconvert.quant.grids import integer_grid
 
 
 class NoTokenizer:
@@ -30,6 +31,14 @@ def record(outputs: int, inputs: int, bits: int = 8, group: int = 0, seed: int =
     columns = inputs // group if group else 1
     scales = (random.standard_normal((outputs, columns)) * 0.01).astype(np.float16)
     return QuantizedLinear(torch.from_numpy(codes), torch.from_numpy(scales), bits, group)
+
+
+def rounded(
+    outputs: int, inputs: int, bits: int, seed: int, group: int = 32, **form: bool
+) -> QuantizedLinear:
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)) + 0.5
+    grid = integer_grid(weight, None, bits, group, "w", **form)
+    return grid.record(grid.nearest(weight, torch.arange(inputs)))
 
 
 def write(folder: Path, tensors: dict, config: dict | None = None):
@@ -66,10 +75,13 @@ def test_the_largest_group_that_divides(inputs, group, expected):
     outputs=st.integers(1, 9),
     blocks=st.integers(1, 6),
     group=st.sampled_from([0, 32]),
+    form=st.sampled_from([None, {"symmetric": False}, {"lpbq": True}]),
 )
-def test_mlx_reads_codes_times_scales_exactly(tmp_path_factory, seed, bits, outputs, blocks, group):
+def test_mlx_reads_codes_times_scales_exactly(tmp_path_factory, seed, bits, outputs, blocks, group, form):
     folder = tmp_path_factory.mktemp("decode")
     value = record(outputs, 32 * blocks, bits, group, seed)
+    if form is not None:
+        value = rounded(outputs, 32 * blocks, bits, seed, group, **form)
     write(folder, {"a.weight": value})
     found = load_file(folder / "model.safetensors")
     assert found["a.weight"].dtype == np.uint32
@@ -99,7 +111,7 @@ def test_config_states_the_common_grid_and_every_other_one(tmp_path):
         "model.layers.0.mlp.up_proj": {"group_size": 64, "bits": 4},
     }
     assert quantization(tmp_path) == result.quantization == expected
-    assert result.unquantized == ()
+    assert result.unquantized == {}
     assert (tmp_path / "tokenizer.json").exists()
 
 
@@ -112,7 +124,7 @@ def test_config_has_no_quantization_where_nothing_is_quantized(tmp_path):
 def test_a_width_without_a_group_is_written_as_fp16_and_listed(tmp_path):
     value = record(4, 80)
     result = write(tmp_path, {"a.weight": value, "b.weight": record(4, 96)})
-    assert result.unquantized == ("a.weight",)
+    assert result.unquantized == {"a.weight": "MLX's groups (128, 64, 32) do not divide 80 input channels"}
     assert set(quantization(tmp_path)) == {"group_size", "bits", "mode"}
     found = load_file(tmp_path / "model.safetensors")["a.weight"]
     np.testing.assert_array_equal(found, value.dequantize().half().numpy())
@@ -138,8 +150,18 @@ def test_equal_input_gives_equal_bytes(tmp_path):
         ),
         (
             QuantizedLinear(torch.ones(2, 32, dtype=torch.int8), torch.tensor([[1.0], [600.0]]).half(), 8),
-            "a.weight: output channel 1 has scale 600, whose MLX bias -128 x scale does not fit fp16 (65504); "
+            "a.weight: output channel 1 has scale 600, whose MLX bias -128 x scale does not fit fp16 (65504, 11 bits); "
             "leave this weight unquantized",
+        ),
+        (
+            QuantizedLinear(
+                torch.ones(2, 32, dtype=torch.uint8),
+                torch.tensor([[1.0], [1 + 2**-10]]).half(),
+                8,
+                zero_points=torch.tensor([[3], [3]], dtype=torch.uint8),
+            ),
+            "a.weight: output channel 1 has scale 1.00098, whose MLX bias -3 x scale does not fit fp16 (65504, 11 "
+            "bits); leave this weight unquantized",
         ),
     ],
 )

@@ -45,6 +45,18 @@ FORMS: dict[str, dict[str, Any]] = {
         "quantize": {"scheme": "w4a16", "granularity": "per_group", "group_size": 32, "force": True},
         "prefill": {"embedding": "graph", "outputs": "logits", "functions": LONG},
     },
+    "w4 with zero points": {
+        "quantize": {
+            "scheme": "w4a16",
+            "granularity": "per_group",
+            "group_size": 32,
+            "symmetric": False,
+            "force": True,
+        },
+        "prefill": {"functions": LONG},
+    },
+    "w8 with zero points": {"quantize": {"scheme": "w8a16", "symmetric": False}},
+    "lpbq": {"quantize": {"scheme": "w4a16", "form": "lpbq", "group_size": 32, "force": True}},
     "tables, states": {
         "quantize": {"scheme": "w4a16", "form": "lut"},
         "passes": LAYER_NORM,

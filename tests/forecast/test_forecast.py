@@ -14,6 +14,7 @@ from pdconvert.executors.mil.package import Package
 from pdconvert.executors.mil.view import view_package
 from pdconvert.forecast.chips import CHIPS, chosen_chips
 from pdconvert.forecast.roofline import _prompt, call_s
+from pdconvert.forecast.sizes import BLOB_ALIGNMENT
 from pdconvert.forecast.work import DecodeWork
 from pdconvert.inspect_cost import estimate
 from pdconvert.recipe import load_recipe, recipe_from_data
@@ -35,6 +36,12 @@ VARIANTS = {
     "w4": ({}, {"scheme": "w4a16"}),
     "rotated": ({"outputs": "logits", "embedding": "graph"}, {}),
     "tables": ({}, {"scheme": "w6a16", "form": "lut"}),
+    "zero-points": ({}, {"scheme": "w4a16", "symmetric": False}),
+    "zero-points-iOS16": ({"target": "iOS16"}, {"symmetric": False}),
+    "lpbq": (
+        {},
+        {"scheme": "w4a16", "form": "lpbq", "granularity": "per_group", "group_size": 32, "force": True},
+    ),
     "own-grid": ({"kv": {"rope": "rotated", "storage": "state"}, "functions": LONG[:2]}, {"scheme": "w4a16"}),
 }
 
@@ -78,7 +85,8 @@ def test_package_size(case):
     build, found = case
     weights = size_bytes(build, "prefill*/**/weight.bin")
     total = size_bytes(build, "prefill*/**/*")
-    assert found.sizes.package_weights == weights
+    # The end of a file is not aligned.
+    assert 0 <= found.sizes.package_weights - weights < BLOB_ALIGNMENT * len(found.parts)
     assert abs(found.sizes.package / total - 1) < 0.02
     assert len(found.parts) == len(list(build.glob("**/*.mlpackage")))
 

@@ -60,6 +60,61 @@ def test_groups_give_a_scale_per_thirty_two_inputs(reference: Reference, probe: 
     assert record.group == 32 and record.scales.shape == (reference.spec.vocab_size, 1)
 
 
+@pytest.mark.parametrize("scheme", ["w8a16", "w4a16"])
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"symmetric": False}, {"codes", "scales", "zero_points"}),
+        (
+            {"symmetric": False, "granularity": "per_group", "group_size": 16},
+            {"codes", "scales", "zero_points"},
+        ),
+        ({"form": "lpbq", "group_size": 16}, {"codes", "scales", "block_scales"}),
+    ],
+    ids=["zero points", "zero points in groups", "lpbq"],
+)
+def test_a_blank_record_has_the_parts_of_a_real_one(
+    scheme: str, options: dict, parts: set[str], layer: Block, probe: Probe
+) -> None:
+    quantizer = QuantizeWeights(scheme=scheme, **options)  # type: ignore[arg-type]
+    new = check_pass(quantizer, layer, probe)
+    for name, record in new.records.items():
+        assert record.parts().keys() == parts
+        blank = quantizer.blank(f"layers.0.{name}", record.shape, "meta")
+        assert blank.part_bits() == record.part_bits()
+        assert {part: (t.shape, t.dtype) for part, t in blank.parts().items()} == {
+            part: (t.shape, t.dtype) for part, t in record.parts().items()
+        }
+        assert torch.equal(new.module.get_parameter(name), record.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"form": "lut", "symmetric": False},
+            "symmetric: false is for form integer, not lut; leave it out",
+        ),
+        (
+            {"form": "lpbq", "symmetric": False},
+            "symmetric: false is for form integer, not lpbq; leave it out",
+        ),
+        (
+            {"form": "lpbq", "granularity": "per_channel"},
+            "granularity per_channel is not for form lpbq; use per_group",
+        ),
+        (
+            {"form": "lpbq", "scheme": "w6a16"},
+            "6 bits are not a width of form lpbq: integers have 4 or 8, tables also 6",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        QuantizeWeights(**options)
+    assert str(error.value) == message
+
+
 def test_the_floor_follows_the_scheme() -> None:
     assert QuantizeWeights(scheme="none").floor_db > QuantizeWeights(scheme="w8a16").floor_db > 0
 

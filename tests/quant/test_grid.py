@@ -6,7 +6,8 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from pdconvert.errors import InputError
-from pdconvert.quant.grid import FP16_MAX, TINIEST_SCALE, QuantizedLinear, decode_group, quantize_symmetric
+from pdconvert.quant.grid import FP16_MAX, TINIEST_SCALE, QuantizedLinear, fitting_group, quantize_symmetric
+from pdconvert.quant.grids import integer_grid
 
 LARGEST = {8: 127 * FP16_MAX / 128, 4: 7 * FP16_MAX / 8}
 """Just above it a scale times 2^(bits−1) exceeds fp16."""
@@ -125,9 +126,64 @@ def test_larger_weights_are_refused_by_name(factor: float, bits: int) -> None:
     )
 
 
-@pytest.mark.parametrize(("inputs", "group"), [(576, 64), (64, 64), (96, 32), (32, 32), (40, 0), (1, 0)])
-def test_the_decode_group_is_the_first_that_divides(inputs: int, group: int) -> None:
-    assert decode_group(inputs) == group
+@pytest.mark.parametrize(
+    ("inputs", "wanted", "group"),
+    [
+        (576, 64, 64),
+        (64, 64, 64),
+        (96, 64, 32),
+        (32, 64, 32),
+        (40, 64, 0),
+        (1, 64, 0),
+        (576, 128, 64),
+        (96, 128, 32),
+        (48, 16, 16),
+        (40, 16, 0),
+        (192, 96, 96),
+    ],
+)
+def test_a_group_is_the_wanted_one_or_a_part_of_it_that_divides(inputs: int, wanted: int, group: int) -> None:
+    assert fitting_group(inputs, wanted) == group
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    weight=matrices(),
+    bits=st.sampled_from([4, 8]),
+    group=st.sampled_from([0, 8, 32]),
+    form=st.sampled_from([{"symmetric": False}, {"lpbq": True}]),
+)
+def test_grids_with_more_than_a_scale_reach_every_weight(
+    weight: Tensor, bits: int, group: int, form: dict[str, bool]
+) -> None:
+    """No value is off by more than half a step; every part has the few bits that make its products exact."""
+    grid = integer_grid(weight, None, bits, group, "w", **form)
+    record = grid.record(grid.nearest(weight, torch.arange(weight.shape[1])))
+    groups = (len(weight), weight.shape[1] // (group or weight.shape[1]))
+    scales, values = record.group_scales.double(), record.dequantize()
+    assert scales.shape == groups and torch.isfinite(scales).all() and (scales > 0).all()
+    steps = scales.repeat_interleave(group or weight.shape[1], 1)
+    assert ((weight.double() - values.double()).abs() <= steps * 0.5000001).all()
+    if record.zero_points is not None:
+        assert record.zero_points.shape == groups and record.codes.dtype == torch.uint8
+        assert not (record.zero_points % 2 ** (bits - 4)).any() and int(record.codes.max()) < 2**bits
+        bias = -record.zero_points.double() * scales
+        assert torch.equal(bias.half().double(), bias), "MLX's bias would be rounded"
+    else:
+        assert record.block_scales is not None and record.block_scales.shape == groups
+        assert record.scales.shape == (len(weight), 1)
+        assert record.block_scales.min() >= 1 and record.block_scales.max() <= 15
+        assert torch.equal(scales, record.scales.double() * record.block_scales.double())
+
+
+def test_zero_points_serve_one_sided_rows() -> None:
+    weight = torch.stack([torch.linspace(0.1, 1.6, 32), torch.linspace(-1.6, -0.1, 32)])
+    errors = []
+    for symmetric in (True, False):
+        grid = integer_grid(weight, None, 4, 0, "w", symmetric=symmetric)
+        values = grid.values(grid.nearest(weight, torch.arange(32)), torch.arange(32))
+        errors.append((values - weight).square().sum(1))
+    assert (errors[1] < 0.3 * errors[0]).all()
 
 
 def test_the_shape_of_a_record_is_that_of_its_weight() -> None:

@@ -32,6 +32,10 @@ def grids(weight: Tensor, gram: Tensor) -> list[IntegerGrid | TableGrid]:
         integer_grid(weight, gram, 4, 0, "w"),
         integer_grid(weight, gram, 4, 32, "w"),
         integer_grid(weight, gram, 8, 0, "w"),
+        integer_grid(weight, gram, 4, 0, "w", symmetric=False),
+        integer_grid(weight, gram, 4, 32, "w", symmetric=False),
+        integer_grid(weight, gram, 8, 32, "w", symmetric=False),
+        integer_grid(weight, gram, 4, 32, "w", lpbq=True),
         table_grid(weight, gram.diagonal(), 4, 4, "w"),
     ]
 
@@ -93,11 +97,12 @@ def test_correction_gives_the_reference_outputs_on_the_quantized_inputs(case: Ca
 
 
 def test_scales_of_four_bits_give_values_that_fp16_holds() -> None:
-    scales = snapped(torch.rand(200, 1) * 10 ** torch.linspace(-4, 2, 200)[:, None], 4)
+    given = torch.rand(200, 1) * 10 ** torch.linspace(-9, 2, 200)[:, None]
+    scales = snapped(given, short=True)
+    assert (snapped(given, short=True, up=True) >= given).all()
     assert torch.equal(scales, scales.half().float())
-    values = scales * torch.arange(-8, 8)
-    normal = values.abs() > 2.0**-14
-    assert torch.equal(values.half().float()[normal], values[normal])
+    values = scales * torch.arange(-15, 16)
+    assert torch.equal(values.half().float(), values)
     fraction = torch.frexp(scales).mantissa * 2**EXACT_BITS
     assert torch.equal(fraction, fraction.round())
 
@@ -139,5 +144,35 @@ def test_records_hold_what_the_grid_says(case: Case) -> None:
         record = grid.record(codes)
         assert isinstance(record, QuantizedLinear | LutLinear)
         assert torch.equal(record.dequantize(), grid.values(codes, columns))
-        size = record.scales.numel() if isinstance(record, QuantizedLinear) else record.tables.numel()
-        assert record.stored_bits == weight.numel() * record.bits + 16 * size
+        if isinstance(record, LutLinear):
+            size = 16 * record.tables.numel()
+        else:
+            groups = len(weight) * (weight.shape[1] // (record.group or weight.shape[1]))
+            size = 16 * groups + record.bits * groups * (record.zero_points is not None)
+            if record.block_scales is not None:
+                size = 16 * len(weight) + 4 * groups
+        assert record.stored_bits == weight.numel() * record.bits + size
+
+
+def test_a_zero_point_helps_and_block_scales_cost_little(case: Case) -> None:
+    """On weights that lie off the middle, 4 bits, groups of 32."""
+    weight, _, gram = case
+    weight = weight + torch.linspace(-1, 1, len(weight))[:, None]
+
+    def error(**form: bool) -> float:
+        grid = integer_grid(weight, gram, 4, 32, "w", **form)
+        return output_error(weight, grid.values(gptq(weight, gram, grid), torch.arange(160)), gram)
+
+    plain = error()
+    assert error(symmetric=False) < 0.9 * plain
+    assert error(lpbq=True) < 1.1 * plain
+
+
+@pytest.mark.parametrize("form", [{}, {"symmetric": False}, {"lpbq": True}], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 7e4])
+def test_weights_that_are_not_finite_or_too_large_are_refused(form: dict[str, bool], bad: float) -> None:
+    weight, gram = torch.ones(4, 64), torch.eye(64)
+    weight[1, 40] = bad
+    for given in (None, gram):
+        with pytest.raises(InputError, match="w: weights do not fit an fp16 grid of 8 bits"):
+            integer_grid(weight, given, 8, 32, "w", **form)

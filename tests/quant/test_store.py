@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,8 +7,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pdconvert.quant.grid import LutLinear, QuantizedLinear, quantize_symmetric
-from pdconvert.quant.grids import table_grid
-from pdconvert.quant.store import Stored, load_block, save_block
+from pdconvert.quant.grids import integer_grid, table_grid
+from pdconvert.quant.store import Stored, equal, load_block, save_block
 
 
 def block(seed: int = 0) -> dict[str, Stored]:
@@ -19,7 +20,14 @@ def block(seed: int = 0) -> dict[str, Stored]:
 
     weight = matrix(8, 32)
     tables = table_grid(weight, torch.ones(32), 4, 4, "o")
+
+    def rounded(name: str, weight: Tensor, **form: bool) -> QuantizedLinear:
+        grid = integer_grid(weight, None, 4, 32, name, **form)
+        return grid.record(grid.nearest(weight, torch.arange(weight.shape[1])))
+
     return {
+        "self_attn.k_proj.weight": rounded("k", matrix(6, 64), symmetric=False),
+        "self_attn.v_proj.weight": rounded("v", matrix(6, 64), lpbq=True),
         "self_attn.o_proj.weight": tables.record(tables.nearest(weight, torch.arange(32))),
         "self_attn.q_proj.weight": quantize_symmetric(matrix(6, 32), 8, "q"),
         "norm.weight": matrix(32).half(),
@@ -33,15 +41,14 @@ def assert_equal(one: dict[str, Stored], other: dict[str, Stored]) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
         found = other[name]
-        if isinstance(value, QuantizedLinear):
-            assert isinstance(found, QuantizedLinear)
-            assert (found.bits, found.group) == (value.bits, value.group)
-            assert torch.equal(found.codes, value.codes) and torch.equal(found.scales, value.scales)
-            assert (found.codes.dtype, found.scales.dtype) == (torch.int8, torch.float16)
-        elif isinstance(value, LutLinear):
-            assert isinstance(found, LutLinear) and (found.bits, found.rows) == (value.bits, value.rows)
-            assert torch.equal(found.codes, value.codes) and torch.equal(found.tables, value.tables)
-            assert (found.codes.dtype, found.tables.dtype) == (torch.uint8, torch.float16)
+        if not isinstance(value, Tensor):
+            assert type(found) is type(value) and found.bits == value.bits
+            size = "rows" if isinstance(value, LutLinear) else "group"
+            assert getattr(found, size) == getattr(value, size)
+            mine, others = value.parts(), found.parts()
+            assert mine.keys() == others.keys()
+            for part, tensor in mine.items():
+                assert others[part].dtype == tensor.dtype and torch.equal(others[part], tensor)
         else:
             assert isinstance(found, Tensor) and found.dtype == value.dtype and torch.equal(found, value)
 
@@ -73,10 +80,22 @@ def test_anybody_can_read_codes_and_scales(tmp_path: Path) -> None:
     path = tmp_path / "block.safetensors"
     save_block(path, block())
     with safe_open(path, framework="pt") as file:
-        assert {"self_attn.q_proj.weight.codes", "self_attn.q_proj.weight.scales", "norm.weight"} <= set(
-            file.keys()
-        )
+        assert {
+            "self_attn.q_proj.weight.codes",
+            "self_attn.q_proj.weight.scales",
+            "self_attn.k_proj.weight.zero_points",
+            "self_attn.v_proj.weight.block_scales",
+            "norm.weight",
+        } <= set(file.keys())
         assert file.get_tensor("self_attn.q_proj.weight.codes").dtype == torch.int8
+
+
+@pytest.mark.parametrize("part", ["codes", "scales", "zero_points"])
+def test_records_that_differ_in_one_part_are_not_equal(part: str) -> None:
+    record = block()["self_attn.k_proj.weight"]
+    assert isinstance(record, QuantizedLinear) and equal(record, block()["self_attn.k_proj.weight"])
+    assert not equal(record, record.with_parts({part: getattr(record, part) + 1}))
+    assert not equal(record, replace(record, zero_points=None))
 
 
 def test_an_empty_block_is_a_block(tmp_path: Path) -> None:
