@@ -115,7 +115,7 @@ class Compiler:
         fixed: by block, stored tensors that take the place of what the quantizer would compute, in files: those of
             an earlier compilation, then those that were learned from them.
         embedding_bits: of the stored embedding; 32 where only the MLX half holds it, on the checkpoint's own grid.
-        calibration_ids: token ids of calibration text (N, W); empty where no pass looks at it.
+        calibration_ids: token ids of calibration text, by sequence; empty where no pass looks at it.
         device: where calibrated passes compute.
         basis: of the residual stream in the stored weights; None is the checkpoint's.
     """

@@ -89,7 +89,14 @@ def build(
         calibration_ids: tuple[tuple[int, ...], ...] = ()
         if calibrated(plan.passes):
             with progress.stage("calibration text"):
-                calibration_ids = calibration_tokens(plan, tokenizer, cache, hashes, device)
+                calibration_ids = calibration_tokens(
+                    plan,
+                    tokenizer,
+                    cache,
+                    hashes,
+                    device,
+                    lambda steps: progress.bar(steps, "the model writes", unit="token"),
+                )
             with progress.stage("bits of each linear"):
                 plan = allocate_bits(
                     plan,

@@ -87,11 +87,18 @@ def _parts(sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
     """Token ids to measure on and to round by, (N, W) each; the same where there are not enough for both."""
     others = sequences[: -MEASURED[0]] or sequences
     for chosen, width in ((sequences[-MEASURED[0] :], MEASURED[1]), (others[: SEEN[0]], SEEN[1])):
-        yield torch.tensor([list(sequence[:width]) for sequence in chosen])
+        shared = min(width, *map(len, chosen))
+        yield torch.tensor([list(sequence[:shared]) for sequence in chosen])
 
 
 def _inputs(block: Block, calibration: Calibration) -> dict[str, Tensor]:
     """What each linear of a layer reads, (tokens, I), by name in the block."""
+<<<<<<< HEAD
     groups = stages(block, next(calibration.windows(calibration.reference)))
+=======
+    block = plain_layer(reference.spec, index, tensors, raw_keys=False).to(device)
+    calibration = Calibration([hidden], [hidden], partial(reference.probe, index), device)
+    groups = stages(block, next(calibration.windows([hidden])))
+>>>>>>> c79170c (Calibration text of mixed lengths, up to 2048 tokens; the model writes it with all sequences together and grouped attention)
     found = reference_inputs(block, calibration, [names[0] for names in groups])
     return {name: found[names[0]] for names in groups for name in names}
