@@ -65,7 +65,7 @@ def measure_linears(
     expected = logits(measured, 0)
     found: dict[str, Linear] = {}
     for index in track(iter(range(depth))):
-        calibration = Calibration(seen, seen, partial(reference.probe, index), device, quantizer.nearest)
+        calibration = Calibration([seen], [seen], partial(reference.probe, index), device, quantizer.nearest)
         block = plain_layer(reference.spec, index, reference.read_layer(index), raw_keys=False).to(device)
         for item in passes:
             block = applied(item, block, calibration)
@@ -93,12 +93,6 @@ def _parts(sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
 
 def _inputs(block: Block, calibration: Calibration) -> dict[str, Tensor]:
     """What each linear of a layer reads, (tokens, I), by name in the block."""
-<<<<<<< HEAD
     groups = stages(block, next(calibration.windows(calibration.reference)))
-=======
-    block = plain_layer(reference.spec, index, tensors, raw_keys=False).to(device)
-    calibration = Calibration([hidden], [hidden], partial(reference.probe, index), device)
-    groups = stages(block, next(calibration.windows([hidden])))
->>>>>>> c79170c (Calibration text of mixed lengths, up to 2048 tokens; the model writes it with all sequences together and grouped attention)
     found = reference_inputs(block, calibration, [names[0] for names in groups])
     return {name: found[names[0]] for names in groups for name in names}

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from pdconvert import families
-<<<<<<< HEAD
-from pdconvert.calibrate import Flow, random_sequences, read_sequences, write_sequences
-=======
 from pdconvert.calibrate import Flow, random_sequences, read_sequences, refuse_held_out, sequence_lengths
-from pdconvert.compile import plain_layer
->>>>>>> c79170c (Calibration text of mixed lengths, up to 2048 tokens; the model writes it with all sequences together and grouped attention)
 from pdconvert.errors import InputError
 from pdconvert.forms import plain_layer
 from pdconvert.quant.calibration import grams, reference_inputs, stages

@@ -27,7 +27,16 @@ def summary(out: Path, build: BuildReport) -> str:
         out: where the build lies in the end.
     """
     return "\n".join(
-        [*_ledger(build), "", *_checks(build), *_failures(build), "", *_facts(build), *_next(out, build)]
+        [
+            *_ledger(build),
+            "",
+            *_checks(build),
+            *_failures(build),
+            *_alarm(build),
+            "",
+            *_facts(build),
+            *_next(out, build),
+        ]
     )
 
 
@@ -71,6 +80,12 @@ def _failures(build: BuildReport) -> list[str]:
     for hint, failed in causes.items():
         lines += ["", *failed, *textwrap.wrap(hint, WIDTH, initial_indent="  ", subsequent_indent="  ")]
     return lines
+
+
+def _alarm(build: BuildReport) -> list[str]:
+    """What is not a failure, and to be known all the same."""
+    said = build.section("fit").get("alarm")
+    return ["", *textwrap.wrap(f"note: {said}", WIDTH, subsequent_indent="  ")] if said else []
 
 
 def _facts(build: BuildReport) -> list[str]:
