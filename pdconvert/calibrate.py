@@ -41,6 +41,7 @@ OVERLAP_TOKENS = 16
 LARGEST_OVERLAP = 0.01
 """Runs of tokens, and the largest share of those of the calibration text that the held-out text may have too."""
 
+
 def sequence_lengths(wanted: CalibrationText, positions: int) -> tuple[int, ...]:
     """Tokens of each sequence, longest first: every length has the same share of the tokens.
 

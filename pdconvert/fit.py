@@ -19,8 +19,7 @@ WINDOWS = Path("report") / "calibration.json"
 """Where a build keeps the windows of calibration text that it measured on."""
 
 ALARM_RATIO = 1.5
-"""How much larger the loss on held-out text may be. Where nothing is fitted, the two texts differ by less; docs/quantization.md
-has the measurement."""
+"""How much larger the loss on held-out text may be; docs/quantization.md has the reason."""
 
 LEAST_KLD = 0.01
 """Held-out loss, nats, below which nothing is said: what 8 bits may cost."""

@@ -119,14 +119,14 @@ def write_sequences(
     head = {name: value.to(device) for name, value in writer.head_tensors().items()}
     embedding = writer.source.read("model.embed_tokens.weight").to(device) * spec.embedding_scale
     begin = writer.source.config.get("bos_token_id")
-    begins = isinstance(begin, int) and 0 <= begin < spec.vocab_size
+    begin = begin if isinstance(begin, int) and 0 <= begin < spec.vocab_size else None
 
     found: list[list[int]] = []
     room = CACHE_BYTES // (8 * len(layers) * spec.kv_heads * spec.head_dim)
     for together in _batches(sorted(lengths, reverse=True), room):
         tokens = torch.randint(spec.vocab_size, (len(together),), generator=draw)
-        written: list[list[int]] = [[] if begins else [token] for token in tokens.tolist()]
-        if begins:
+        written: list[list[int]] = [[token] if begin is None else [] for token in tokens.tolist()]
+        if begin is not None:
             tokens = torch.full_like(tokens, begin)
         caches, first = [_Buffer() for _ in layers], len(written[0])
         for count in track(range(first, together[0])):

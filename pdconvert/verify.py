@@ -307,7 +307,6 @@ def check_cost(found: Mapping[str, PerLayer], floor: float) -> list[Check]:
 def open_prefill(manifest: Manifest, executor: str, mode: str) -> Prefill:
     """The prefill half of a build, run by the given executor."""
     from pdconvert.runtime.embedding import HostEmbedding
-    from pdconvert.runtime.handoff import KeysValues
     from pdconvert.runtime.prefill import Prefill
     from pdconvert.runtime.weights import DecodeWeights
 

@@ -38,7 +38,9 @@ def reference() -> Reference:
 def test_lengths_share_the_tokens() -> None:
     default = CalibrationText()
     assert Counter(sequence_lengths(default, 8192)) == {2048: 6, 1024: 12, 512: 24, 256: 48}
-    assert Counter(sequence_lengths(default, 600)) == {600: 27, 512: 32, 256: 64}, "within the model's positions"
+    assert Counter(sequence_lengths(default, 600)) == {600: 27, 512: 32, 256: 64}, (
+        "within the model's positions"
+    )
     assert sequence_lengths(CalibrationText(tokens=256, length=(64,)), 1024) == (64,) * 4
     assert sequence_lengths(CalibrationText(tokens=300), 1024) == (256,), "no length is filled by half"
 
@@ -83,9 +85,7 @@ def test_text_that_is_measured_on_is_refused() -> None:
     held_out = random_sequences(320, [4000], 0)[0]
     refuse_held_out(Path("own.txt"), random_sequences(320, [100, 60], 1), held_out)
     with pytest.raises(InputError, match="calibration.file: 50 % of mixed.txt is in the held-out text"):
-        refuse_held_out(
-            Path("mixed.txt"), [held_out[300:400], *random_sequences(320, [100, 8], 1)], held_out
-        )
+        refuse_held_out(Path("mixed.txt"), [held_out[300:400], *random_sequences(320, [100, 8], 1)], held_out)
 
 
 def test_streams_follow_both_kinds_of_weights(reference: Reference) -> None:

@@ -38,8 +38,12 @@ def test_scores_by_hand() -> None:
     assert found.top1 == 0.5 and found.top5 == 1
     assert found.perplexity == pytest.approx(1 / math.sqrt(0.5 * 0.6))
     assert found.perplexity_ratio == pytest.approx(math.sqrt(0.2 / 0.6))
-    alike = score([Row.of(rows[:1].repeat(5, 1), got[i : i + 1].repeat(5, 1), torch.zeros(5).long())
-                   for i, rows in enumerate((expected[:1], expected[1:]))])
+    alike = score(
+        [
+            Row.of(rows[:1].repeat(5, 1), got[i : i + 1].repeat(5, 1), torch.zeros(5).long())
+            for i, rows in enumerate((expected[:1], expected[1:]))
+        ]
+    )
     assert alike.kld_error == pytest.approx(kld / 2), "ten positions of two windows tell no more than two"
 
 

@@ -27,7 +27,9 @@ def test_the_alarm_needs_a_ratio_and_a_loss_that_counts() -> None:
     assert fitted.ratio == pytest.approx(1.954, abs=1e-3)
     assert fitted.alarm is not None and "KLD 0.109 on the calibration text, 0.213 on held-out" in fitted.alarm
     assert replace(fitted, held_out=0.13).alarm is None
-    assert replace(fitted, calibration=0.001, held_out=0.004).alarm is None, "eight bits lose nothing that counts"
+    assert replace(fitted, calibration=0.001, held_out=0.004).alarm is None, (
+        "eight bits lose nothing that counts"
+    )
     assert replace(fitted, calibration=0.0).alarm is not None
 
 
@@ -40,7 +42,9 @@ def test_windows_begin_where_sequences_do() -> None:
     long = [list(range(start, start + 30)) for start in (0, 100, 200, 300)]
     assert windows_of_calibration(long, 2, 20) == [list(range(20)), list(range(200, 220))]
     short = [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
-    assert windows_of_calibration(short, 3, 4) == [[1, 2, 3, 4], [6, 7, 8, 9]], "joined until they are long enough"
+    assert windows_of_calibration(short, 3, 4) == [[1, 2, 3, 4], [6, 7, 8, 9]], (
+        "joined until they are long enough"
+    )
 
 
 @pytest.fixture

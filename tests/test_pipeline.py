@@ -155,10 +155,11 @@ def quantizer_db(folder: Path) -> float:
 
 def test_calibrated_rounding_loses_less_than_rounding_to_nearest(tmp_path):
     build(tiny(W4), tmp_path / "nearest")
-    build(tiny(W4, *CALIBRATED[:1]), tmp_path / "gptq")
+    build(tiny(W4, *CALIBRATED[:1], "calibration.tokens=6144"), tmp_path / "gptq")
     assert quantizer_db(tmp_path / "gptq") > quantizer_db(tmp_path / "nearest") + 0.5
     used = json.loads((tmp_path / "gptq" / "manifest.json").read_text())["quantization"]["calibration"]
-    assert (used["text"], used["sequences"], used["tokens"]) == ("random tokens", 16384 // 256 + 16384 // 512 + 16384 // 1024, 49152)
+    assert (used["text"], used["tokens"], used["fit"]) == ("random tokens", 6144, None)
+    assert used["lengths"] == {"256": 8, "512": 4, "1024": 2}, "within the positions of the model"
     assert (
         json.loads((tmp_path / "nearest" / "manifest.json").read_text())["quantization"]["calibration"]
         is None

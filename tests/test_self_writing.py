@@ -93,6 +93,8 @@ def test_caches_stay_within_their_room(tiny: Reference, monkeypatch: pytest.Monk
     assert self_writing._batches([32, 32], 1) == [[32], [32]], "one at a time at least"
     monkeypatch.setattr(self_writing, "CACHE_BYTES", 8 * 100 * 2 * 2 * 16)
     seen: list[int] = []
-    found = write_sequences(tiny, lengths, 0, track=lambda steps: (seen.append(step) or step for step in steps))
+    found = write_sequences(
+        tiny, lengths, 0, track=lambda steps: (seen.append(step) or step for step in steps)
+    )
     assert [len(ids) for ids in found] == lengths
     assert len(seen) == 32 * len(batches)

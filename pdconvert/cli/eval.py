@@ -45,7 +45,8 @@ def command(
     """Score BUILD against the checkpoint that it was made from, on text, through the files that it ships.
 
     Of each window the first half goes through the package, and MLX scores the second half; errors are standard errors
-    over windows. The hand-off is what the pair loses against MLX alone. Example: pdconvert eval build/smollm2-135m --windows 8
+    over windows. The hand-off is what the pair loses against MLX alone.
+    Example: pdconvert eval build/smollm2-135m --windows 8
     """
     from pdconvert.evaluate import evaluate
 

@@ -221,7 +221,9 @@ class Probe(Strict):
     eval_windows: int = Field(default=4, ge=1)
 
 
-Length = Annotated[int, Field(ge=8, le=8192)]
+Lengths = Annotated[
+    tuple[Annotated[int, Field(ge=8, le=8192)], ...], BeforeValidator(_as_tuple_or_one), Field(min_length=1)
+]
 
 
 class CalibrationText(Strict):
@@ -237,7 +239,7 @@ class CalibrationText(Strict):
 
     file: str | None = Field(default=None, min_length=1)
     tokens: int = Field(default=49152, ge=8)
-    length: Annotated[tuple[Length, ...], BeforeValidator(_as_tuple_or_one), Field(min_length=1)] = (256, 512, 1024, 2048)
+    length: Lengths = (256, 512, 1024, 2048)
     seed: int = Field(default=0, ge=0)
 
 
