@@ -138,7 +138,7 @@ def by_length(sequences: Iterable[Sequence[int]]) -> list[Tensor]:
 def describe(
     wanted: CalibrationText, random_weights: bool, sequences: Sequence[Sequence[int]]
 ) -> dict[str, Any] | None:
-    """The calibration text for the manifest; None where there was none."""
+    """The calibration text for the manifest, its fit not measured yet; None where there was none."""
     if not sequences:
         return None
     counts = Counter(map(len, sequences))
@@ -148,6 +148,7 @@ def describe(
         "lengths": {str(length): counts[length] for length in sorted(counts)},
         "tokens": sum(map(len, sequences)),
         "sha256": hashlib.sha256(json.dumps([list(ids) for ids in sequences]).encode()).hexdigest(),
+        "fit": None,
     }
 
 

@@ -242,7 +242,10 @@ def rotated(reference: Reference, index: int) -> dict[str, torch.Tensor]:
 
 def test_both_calibration_streams_lie_in_one_basis(reference: Reference) -> None:
     """Nothing is rounded, so the stored stream is the reference's, and X̂ᵀX is X̂ᵀX̂."""
-    basis, ids = Basis(reference.spec.hidden_size, 0), random_sequences(reference.spec.vocab_size, [24] * 5, 0)
+    basis, ids = (
+        Basis(reference.spec.hidden_size, 0),
+        random_sequences(reference.spec.vocab_size, [24] * 5, 0),
+    )
     table = into(reference.source.read("model.embed_tokens.weight"), basis)
     found = Flow(reference, ids, lambda: table, basis=basis).before(
         1, lambda index: dict(rotated(reference, index))
