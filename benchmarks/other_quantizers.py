@@ -286,7 +286,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         lines.append(
             f"| {row['title']} | {row['bits_per_weight']:.2f} | {value.kld_mean:.4f} ± {value.kld_error:.4f} "
             f"| {value.kld_p99:.2f} | {100 * value.top1:.1f} % | {100 * value.top5:.1f} % "
-            f"| × {value.perplexity_ratio:.3f} ± {value.perplexity_error:.3f} | {row['seconds']:.0f} |"
+            f"| × {value.perplexity_ratio:.3f} ± {value.perplexity_ratio_error:.3f} | {row['seconds']:.0f} |"
         )
     return "\n".join(lines)
 

@@ -158,9 +158,8 @@ class Judge:
     @classmethod
     def of(cls, block: Block, calibration: Calibration) -> Judge:
         """The judge of a block."""
-        windows = calibration.stored[:, :TOKENS]
-        windows = windows[: -(-TOKENS // windows.shape[1])]
-        probes = tuple(calibration.windows(windows))
+        windows = calibration.stored[0][:, :TOKENS]  # of the first length, the longest
+        probes = tuple(calibration.windows([windows[: -(-TOKENS // windows.shape[1])]]))
         return cls(block, probes, tuple(block.run(probe)["hidden"] for probe in probes), calibration.nearest)
 
     def loss(self, scales: Mapping[str, Tensor], rounded: Sequence[str]) -> float:

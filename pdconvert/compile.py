@@ -47,7 +47,7 @@ class Streams:
     Attributes:
         reference: (1, T, H), the probe through the checkpoint's own weights.
         stored: (1, T, H), the probe through the weights that are shipped, in fp32.
-        windows: (N, W, H), held-out text through the checkpoint's own weights; N may be 0.
+        windows: (N, W, H), text to measure on through the checkpoint's own weights; N may be 0.
     """
 
     reference: Tensor
@@ -111,11 +111,12 @@ class Compiler:
         passes: the recipe's passes for layers, the quantizer among them.
         graph_passes: passes of the prefill graph alone, which follow those, by block name.
         raw_keys: whether k leaves the graph before RoPE.
-        probe_ids, window_ids: token ids of the probe (T) and of held-out windows (N, W).
+        probe_ids, window_ids: token ids of the probe (T) and of windows to measure on (N, W): held-out text, then
+            calibration text.
         fixed: by block, stored tensors that take the place of what the quantizer would compute, in files: those of
             an earlier compilation, then those that were learned from them.
         embedding_bits: of the stored embedding; 32 where only the MLX half holds it, on the checkpoint's own grid.
-        calibration_ids: token ids of calibration text (N, W); empty where no pass looks at it.
+        calibration_ids: token ids of calibration text, by sequence; empty where no pass looks at it.
         device: where calibrated passes compute.
         basis: of the residual stream in the stored weights; None is the checkpoint's.
     """

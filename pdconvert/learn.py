@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pdconvert.calibrate import by_length
 from pdconvert.errors import CheckFailed
 from pdconvert.layer_tensors import reference_state
 from pdconvert.quant.grid import QuantizedLinear
@@ -23,7 +24,9 @@ from pdconvert.quant.grids import snapped
 from pdconvert.quant.store import Stored, dequantized
 from pdconvert.reference import Reference
 
-BATCH = 8
+BATCH_TOKENS = 4096
+"""Tokens of a step, in sequences of one length."""
+
 WARM_UP = 0.1
 BETAS = (0.9, 0.95)
 
@@ -96,7 +99,7 @@ def learn(
 
     Args:
         embedding, layers, head: the store, by names in the blocks.
-        sequences: calibration text, (N, W).
+        sequences: calibration text; a step takes some of one length.
         rate: the largest relative change per step; it warms up and falls with a cosine.
         folded: gains of a layer that linears hold, and which stay 1.
 
@@ -139,15 +142,13 @@ def learn(
         [item.delta for tensors in learned for item in tensors.values()], lr=rate, betas=BETAS, weight_decay=0
     )
     draw = torch.Generator().manual_seed(0)
-    ids = torch.tensor(sequences)
-    order: list[int] = []
+    groups, pending = by_length(sequences), list[Tensor]()
     for step in track(iter(range(steps))):
         warm = min(1.0, (step + 1) / max(1.0, WARM_UP * steps))
         for group in optimizer.param_groups:
             group["lr"] = rate * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
-        if len(order) < BATCH:
-            order = torch.randperm(len(ids), generator=draw).tolist() * (1 + BATCH // len(ids))
-        chosen, order = ids[order[:BATCH]], order[BATCH:]
+        pending = pending or _batches(groups, draw)
+        chosen = pending.pop()
         with torch.no_grad():
             hidden = tables[0][chosen]
             for original in originals:
@@ -170,3 +171,13 @@ def learn(
         {**tensors, **{name: item.record() for name, item in found.items()}}
         for tensors, found in zip(layers, learned, strict=True)
     ]
+
+
+def _batches(groups: Sequence[Tensor], draw: torch.Generator) -> list[Tensor]:
+    """All sequences once, in batches of one length, (n, W) token ids each, in a random order."""
+    found = [
+        ids[chosen]
+        for ids in groups
+        for chosen in torch.randperm(len(ids), generator=draw).split(max(1, BATCH_TOKENS // ids.shape[1]))
+    ]
+    return [found[index] for index in torch.randperm(len(found), generator=draw)]

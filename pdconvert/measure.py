@@ -49,7 +49,18 @@ def kl_divergence_nats(reference_logits: Tensor, logits: Tensor) -> Tensor:
 
 
 def mean_and_error(values: Tensor) -> tuple[float, float]:
-    """Mean and its standard error; the error of a single value is infinite."""
-    count = values.numel()
-    error = values.double().std().item() / math.sqrt(count) if count > 1 else math.inf
-    return values.double().mean().item(), error
+    """Mean and its standard error; the error of a single value is infinite.
+
+    Positions of one text are alike: where some of its tokens are hard, all are. So the spread of the windows' means
+    counts as well, and the larger of the two errors is given, since few windows can agree by chance.
+
+    Args:
+        values: (N,) independent ones, or (windows, positions).
+    """
+    values = values.double()
+    errors = [
+        (part.std() / math.sqrt(part.numel())).item()
+        for part in (values.flatten(), values.mean(1) if values.dim() == 2 else values)
+        if part.numel() > 1
+    ]
+    return values.mean().item(), max(errors, default=math.inf)

@@ -19,8 +19,9 @@ from pdconvert.checks import verdict
 from pdconvert.compile import CompiledBlock, Compiler, StoredBlock
 from pdconvert.emit.manifest import Cost, Emitted, manifest, write_json
 from pdconvert.emit.mlx import check_store_equality, write_decode_folder
-from pdconvert.emit.report_json import report
+from pdconvert.emit.report_json import plain, report
 from pdconvert.emit.vectors import GreedyCase, write_vectors
+from pdconvert.fit import write_calibration_windows
 from pdconvert.layer_tensors import as_in_checkpoint, by_checkpoint_name, join_rows
 from pdconvert.ledger import Ledger
 from pdconvert.lowering.contract import Part
@@ -90,7 +91,14 @@ def build(
         calibration_ids: tuple[tuple[int, ...], ...] = ()
         if calibrated(plan.passes):
             with progress.stage("calibration text"):
-                calibration_ids = calibration_tokens(plan, tokenizer, cache, hashes, device)
+                calibration_ids = calibration_tokens(
+                    plan,
+                    tokenizer,
+                    cache,
+                    hashes,
+                    device,
+                    lambda steps: progress.bar(steps, "the model writes", unit="token"),
+                )
             with progress.stage("bits of each linear"):
                 plan = allocate_bits(
                     plan,
@@ -102,6 +110,7 @@ def build(
                         layers, "sensitivity", total=len(plan.spec.layers), unit="layer"
                     ),
                 )
+            texts = texts.with_calibration(calibration_ids)
         plan = replace(plan, notes=(*plan.notes, *size_notes(plan)))
         compiler = make_compiler(plan, texts, hashes, calibration_ids, device)
 
@@ -146,6 +155,9 @@ def build(
         with progress.stage("verify the shipped files"):
             check_store_equality(folder / "decode", decode_tensors(plan, decode_blocks))
             proof = prove(folder, plan, texts, compiler, blocks, cases, greedy, tokenizer, progress)
+        if text_used and proof.fit:
+            emitted = replace(emitted, calibration={**text_used, "fit": plain(proof.fit.to_json())})
+            write_calibration_windows(folder, texts.calibration)
         proof.checks = ledger.gates(recipe.gates.adapted_db) + proof.checks
         outcome, stages = verdict(proof.checks), tuple(progress.stages[done:])
         cost = Cost(time.monotonic() - started, peak_bytes(), stages)

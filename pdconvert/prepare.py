@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -16,6 +16,7 @@ from pdconvert.basis import Basis
 from pdconvert.blocks import stream_inputs
 from pdconvert.compile import Compiler, code_hash
 from pdconvert.errors import InputError
+from pdconvert.fit import windows_of_calibration
 from pdconvert.forms import Forms
 from pdconvert.inventory import check_inventory
 from pdconvert.lowering.contract import STATE_STEP, FunctionShape, Interface, state_columns
@@ -143,6 +144,7 @@ class Texts:
         windows: held-out text; the first `split` tokens of each go through the package. Empty for random weights.
         prompts: (text, ids) of the prompts whose continuations are compared. Empty without a tokenizer.
         hash: SHA-256 of the held-out text.
+        calibration: windows of the calibration text, as long as those, to compare the loss on both.
     """
 
     probe: tuple[int, ...]
@@ -150,6 +152,14 @@ class Texts:
     split: int
     prompts: tuple[tuple[str, tuple[int, ...]], ...]
     hash: str
+    calibration: tuple[tuple[int, ...], ...] = ()
+
+    def with_calibration(self, sequences: Sequence[Sequence[int]]) -> Texts:
+        """As many windows of calibration text as there are of held-out text."""
+        if not self.windows:
+            return self
+        found = windows_of_calibration(sequences, len(self.windows), len(self.windows[0]))
+        return replace(self, calibration=tuple(map(tuple, found)))
 
 
 def make_plan(recipe: Recipe, source: Source, *, complete: bool = True) -> Plan:
@@ -380,7 +390,7 @@ def make_compiler(
         raw_keys=forms.raw_keys,
         basis=plan.basis,
         probe_ids=texts.probe,
-        window_ids=texts.windows,
+        window_ids=texts.windows + texts.calibration,
         source_hashes=hashes,
         calibration_ids=calibration_ids,
         device=device,

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache as cache_results
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdconvert import calibrate
+from pdconvert import calibrate, text
 from pdconvert.compile import code_hash
 from pdconvert.errors import InputError
 from pdconvert.layer_tensors import block_shapes
 from pdconvert.quant.store import save_block
 from pdconvert.recipe.passes import calibrated
 from pdconvert.reference import Reference
+from pdconvert.self_writing import write_sequences
 from pdconvert.sources.files import sha256_file
 
 if TYPE_CHECKING:
@@ -27,24 +28,37 @@ if TYPE_CHECKING:
 
 
 def calibration_tokens(
-    plan: Plan, tokenizer: Tokenizer | None, cache: Cache, hashes: dict[str, str], device: str
+    plan: Plan,
+    tokenizer: Tokenizer | None,
+    cache: Cache,
+    hashes: dict[str, str],
+    device: str,
+    track: Callable[[Iterable[int]], Iterable[int]] = lambda items: items,
 ) -> tuple[tuple[int, ...], ...]:
-    """Token ids of the calibration text, (N, W); () where no pass looks at it. What the model wrote is kept."""
+    """Token ids of the calibration text, longest sequence first; () where no pass looks at it.
+
+    What the model wrote is kept.
+
+    Args:
+        track: wraps the loop over the tokens that the model writes, for a progress bar.
+    """
     if not calibrated(plan.passes):
         return ()
     wanted, vocab = plan.recipe.calibration, plan.spec.vocab_size
-    length = min(wanted.length, plan.spec.max_positions)
+    lengths = calibrate.sequence_lengths(wanted, plan.spec.max_positions)
     if plan.source.random or tokenizer is None:
-        found = calibrate.random_sequences(vocab, wanted.sequences, length, wanted.seed)
+        found = calibrate.random_sequences(vocab, lengths, wanted.seed)
     elif wanted.file is not None:
-        found = calibrate.read_sequences(Path(wanted.file), tokenizer, wanted.sequences, length)
+        path = Path(wanted.file)
+        found = calibrate.read_sequences(path, tokenizer, lengths)
+        calibrate.refuse_held_out(path, found, tokenizer.encode(text.held_out()[0]))
     else:
         reference = Reference(plan.source, plan.family, plan.spec)
-        inputs = [code_hash(), hashes, plan.source.config, wanted.sequences, length, wanted.seed, device]
+        inputs = [code_hash(), hashes, plan.source.config, lengths, wanted.seed, device]
         key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
 
         def write(folder: Path) -> None:
-            ids = calibrate.write_sequences(reference, wanted.sequences, length, wanted.seed, device)
+            ids = write_sequences(reference, lengths, wanted.seed, device, track)
             (folder / "sequences.json").write_text(json.dumps(ids))
 
         folder = cache.get(key) or cache.put(key, write)

@@ -16,6 +16,7 @@ from pdconvert.checks import Check
 from pdconvert.compile import CompiledBlock, Compiler
 from pdconvert.emit.vectors import Case, GreedyCase
 from pdconvert.errors import CheckFailed
+from pdconvert.fit import Fit
 from pdconvert.headroom import Peaks
 from pdconvert.ledger import CHECKPOINT, STORED
 from pdconvert.prepare import Plan, Texts
@@ -30,6 +31,7 @@ from pdconvert.verify import (
     check_tokens,
     forced_choices,
     fp16_fault,
+    measure_alone,
     measure_pair,
     open_prefill,
     per_layer_db,
@@ -53,6 +55,7 @@ class Proof:
         headroom: peaks of the first function in fp32, by block and part (`pdconvert.headroom`).
         fault: the first op at fault, where a function fails in fp16.
         scores: of the pair, and of MLX alone; None for random weights or where the pair could not run.
+        fit: the loss on calibration text beside that on held-out text; None where nothing was calibrated.
         samples: continuations of source and pair: `prompt`, `tokens`, `common`, `source`, `pair`, `first_difference`.
     """
 
@@ -61,6 +64,7 @@ class Proof:
     headroom: list[dict[str, Any]] = field(default_factory=list)
     fault: Fault | None = None
     scores: tuple[Scores, Scores] | None = None
+    fit: Fit | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
 
     def add_caches(self, what: str, against: str, function: str, found: Mapping[str, PerLayer]) -> None:
@@ -159,10 +163,19 @@ def _prove_pair(
     def reference_logits(index: int) -> Tensor:
         return compiler.reference.logits(windows[index, texts.split - 1 :], head)
 
+    def calibration_logits(index: int) -> Tensor:
+        return reference_logits(len(texts.windows) + index)
+
     shown = progress.bar(texts.windows, "held-out text", total=len(texts.windows), unit="window")
     proof.scores = measure_pair(prefill, decode, shown, texts.split, reference_logits)
     pair, alone = (scores.agreement for scores in proof.scores)
     proof.checks += check_pair(pair, alone, plan.recipe.gates)
+    if texts.calibration:
+        shown = progress.bar(texts.calibration, "calibration text", unit="window")
+        seen = measure_alone(decode, shown, calibration_logits)
+        proof.fit = Fit.of(seen.kld, proof.scores[1].kld)
+        name = "MLX alone, calibration text: KLD, mean"
+        proof.checks.append(Check(name, "kld_nats", proof.fit.calibration, None))
 
 
 def free_tokens(prefill: Prefill, decode: DecodeModel, item: GreedyCase, forced: Sequence[int]) -> list[int]:

@@ -55,15 +55,18 @@ class Reference:
         source: where tensors are read from, one at a time.
         family: the family module.
         spec: the model's geometry.
+        attention: transformers' name of the function that computes attention.
     """
 
     source: Source
     family: ModuleType
     spec: ModelSpec
+    attention: str = "eager"
     _kept: dict[int, nn.Module] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.config = self.family.hf_config(self.source.config)
+        self.config._attn_implementation = self.attention
         self.rotary = reference_class(self.family.ROTARY)(self.config)
         sizes = [info.shape for name, info in self.source.tensors().items() if ".layers." in name]
         self.keeps_layers = sum(4 * _product(shape) for shape in sizes) <= KEEP_BYTES

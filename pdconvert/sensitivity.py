@@ -65,7 +65,7 @@ def measure_linears(
     expected = logits(measured, 0)
     found: dict[str, Linear] = {}
     for index in track(iter(range(depth))):
-        calibration = Calibration(seen, seen, partial(reference.probe, index), device, quantizer.nearest)
+        calibration = Calibration([seen], [seen], partial(reference.probe, index), device, quantizer.nearest)
         block = plain_layer(reference.spec, index, reference.read_layer(index), raw_keys=False).to(device)
         for item in passes:
             block = applied(item, block, calibration)
@@ -87,7 +87,8 @@ def _parts(sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
     """Token ids to measure on and to round by, (N, W) each; the same where there are not enough for both."""
     others = sequences[: -MEASURED[0]] or sequences
     for chosen, width in ((sequences[-MEASURED[0] :], MEASURED[1]), (others[: SEEN[0]], SEEN[1])):
-        yield torch.tensor([list(sequence[:width]) for sequence in chosen])
+        shared = min(width, *map(len, chosen))
+        yield torch.tensor([list(sequence[:shared]) for sequence in chosen])
 
 
 def _inputs(block: Block, calibration: Calibration) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pdconvert.executors.mlx import DecodeModel
     from pdconvert.forensics import Fault
     from pdconvert.recipe.model import Gates
+    from pdconvert.runtime.handoff import KeysValues
     from pdconvert.runtime.prefill import Prefill
 
 
@@ -197,7 +198,7 @@ class Scores:
     @property
     def agreement(self) -> Agreement:
         """Both over all positions."""
-        return Agreement.of(self.kld.flatten(), self.equal.flatten())
+        return Agreement.of(self.kld, self.equal)
 
 
 @dataclass(frozen=True)
@@ -217,11 +218,12 @@ class Agreement:
 
     @classmethod
     def of(cls, divergences: Tensor, agreements: Tensor) -> Agreement:
+        """Over both (windows, positions)."""
         mean, error = mean_and_error(divergences)
         return cls(
             mean,
             error,
-            divergences.quantile(0.99).item(),
+            divergences.flatten().quantile(0.99).item(),
             agreements.double().mean().item(),
             agreements.numel(),
         )
@@ -243,20 +245,38 @@ def measure_pair(
     Returns:
         Scores of the pair, and of MLX alone: the difference is the hand-off's.
     """
-    results: dict[str, list[tuple[Tensor, Tensor]]] = {"pair": [], "alone": []}
+    pair: list[tuple[Tensor, Tensor]] = []
+    alone: list[tuple[Tensor, Tensor]] = []
     for index, window in enumerate(windows):
         expected = reference_logits(index)
-        for name, parts in results.items():
-            kv = prefill.run(window[:split]) if name == "pair" else None
-            fed = window[split - 1 :] if name == "pair" else window
-            logits = torch.from_numpy(decode.logits(list(fed), decode.new_cache(kv)))[-len(expected) :]
-            same = logits.argmax(-1) == expected.argmax(-1)
-            parts.append((kl_divergence_nats(expected, logits), same))
-    pair, alone = (
-        Scores(torch.stack([kld for kld, _ in parts]), torch.stack([same for _, same in parts]))
-        for parts in results.values()
+        pair.append(_compared(decode, expected, window[split - 1 :], prefill.run(window[:split])))
+        alone.append(_compared(decode, expected, window))
+    return _scores(pair), _scores(alone)
+
+
+def measure_alone(
+    decode: DecodeModel, windows: Iterable[Sequence[int]], reference_logits: Callable[[int], Tensor]
+) -> Scores:
+    """MLX alone against the reference, on the last positions of each window, teacher-forced.
+
+    Args:
+        reference_logits: window index → (n, V) logits of its last n positions.
+    """
+    return _scores(
+        [_compared(decode, reference_logits(index), window) for index, window in enumerate(windows)]
     )
-    return pair, alone
+
+
+def _compared(
+    decode: DecodeModel, expected: Tensor, fed: Sequence[int], kv: KeysValues | None = None
+) -> tuple[Tensor, Tensor]:
+    """KLD and equality of choices at the last positions, (n,) each."""
+    logits = torch.from_numpy(decode.logits(list(fed), decode.new_cache(kv)))[-len(expected) :]
+    return kl_divergence_nats(expected, logits), logits.argmax(-1) == expected.argmax(-1)
+
+
+def _scores(parts: Sequence[tuple[Tensor, Tensor]]) -> Scores:
+    return Scores(torch.stack([kld for kld, _ in parts]), torch.stack([same for _, same in parts]))
 
 
 def check_pair(pair: Agreement, alone: Agreement, gates: Gates) -> list[Check]:

@@ -1,20 +1,24 @@
-"""Calibration text: what the model writes, what is read from files, and its way through the layers."""
+"""Calibration text: its lengths, what is read from files, and its way through the layers."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 from pdconvert import families
-from pdconvert.calibrate import Flow, random_sequences, read_sequences, write_sequences
+from pdconvert.calibrate import Flow, random_sequences, read_sequences, refuse_held_out, sequence_lengths
 from pdconvert.errors import InputError
 from pdconvert.forms import plain_layer
 from pdconvert.quant.calibration import grams, reference_inputs, stages
 from pdconvert.quant.grid import quantize_symmetric
 from pdconvert.recipe import load_recipe
+from pdconvert.recipe.model import CalibrationText
 from pdconvert.reference import Reference
 from pdconvert.sources import open_source
+
+GPTQ = ("passes.quantize_weights.rounding=gptq",)
 
 
 class Letters:
@@ -31,41 +35,37 @@ def reference() -> Reference:
     return Reference(source, family, family.read_config(source.config))
 
 
-def test_what_the_model_writes_is_seeded_and_its_own(reference: Reference) -> None:
-    one, again, other = (write_sequences(reference, 6, 40, seed, "cpu") for seed in (3, 3, 4))
-    assert one == again and one != other
-    assert [len(ids) for ids in one] == [40] * 6
-    assert len({tuple(ids) for ids in one}) == 6
-
-
-def test_sampling_follows_the_model(reference: Reference) -> None:
-    """Drawn often, second tokens come as often as the model says; without a cache, by hand."""
-    ids = torch.tensor(write_sequences(reference, 4000, 1, 0, "cpu"))[:, 0]
-    hidden = reference.embed([reference.source.config["bos_token_id"]])[None]
-    for index in range(len(reference.spec.layers)):
-        hidden, _ = reference.run(reference.layer(index), hidden)
-    expected = reference.logits(hidden[0, -1], reference.head_tensors()).softmax(-1)
-    found = torch.bincount(ids, minlength=len(expected))
-    mine, uniform = (
-        ((found - len(ids) * share) ** 2 / (len(ids) * share)).sum()
-        for share in (expected, expected * 0 + 1 / 320)
+def test_lengths_share_the_tokens() -> None:
+    default = CalibrationText()
+    assert Counter(sequence_lengths(default, 8192)) == {2048: 6, 1024: 12, 512: 24, 256: 48}
+    assert Counter(sequence_lengths(default, 600)) == {600: 27, 512: 32, 256: 64}, (
+        "within the model's positions"
     )
-    assert mine < 320 + 5 * 640**0.5, "chi-squared, 319 degrees of freedom"
-    assert uniform > mine + 100
+    assert sequence_lengths(CalibrationText(tokens=256, length=(64,)), 1024) == (64,) * 4
+    assert sequence_lengths(CalibrationText(tokens=300), 1024) == (256,), "no length is filled by half"
+
+
+def test_a_length_is_a_number_or_a_list() -> None:
+    one = load_recipe("tiny", overrides=(*GPTQ, "calibration.length=64")).calibration
+    assert one.length == (64,) and CalibrationText(length=[32, 64]).length == (32, 64)
+    with pytest.raises(InputError, match="calibration.length"):
+        load_recipe("tiny", overrides=(*GPTQ, "calibration.length=4"))
 
 
 def test_text_files_are_read_evenly(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefghij")
-    got = read_sequences(tmp_path / "a.txt", Letters(), 2, 4)  # type: ignore[arg-type]
+    got = read_sequences(tmp_path / "a.txt", Letters(), [4, 4])  # type: ignore[arg-type]
     assert got == [[ord(c) for c in "abcd"], [ord(c) for c in "ghij"]]
+    got = read_sequences(tmp_path / "a.txt", Letters(), [4, 2, 1])  # type: ignore[arg-type]
+    assert got == [[ord(c) for c in part] for part in ("abcd", "fg", "j")]
     lines = [json.dumps({"text": "abc", "more": 1}), "", json.dumps({"text": "def"})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    assert read_sequences(tmp_path / "a.jsonl", Letters(), 1, 3) == [[97, 98, 99]]  # type: ignore[arg-type]
+    assert read_sequences(tmp_path / "a.jsonl", Letters(), [3]) == [[97, 98, 99]]  # type: ignore[arg-type]
 
 
 REFUSED = {
     "missing.txt": (None, "cannot be read"),
-    "short.txt": (b"abc", "has 3 tokens, and 2 sequences of 4 need 8"),
+    "short.txt": (b"abc", "has 3 tokens, and 2 sequences need 8"),
     "binary.txt": (b"\xff\xfe", "cannot be read as UTF-8"),
     "broken.jsonl": (b'{"text": 1}', 'line 1 has no "text"'),
     "nojson.jsonl": (b'{"text": "a"}\n{', "line 2 is not JSON"),
@@ -78,11 +78,18 @@ def test_bad_text_files_are_refused(tmp_path: Path, name: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=said):
-        read_sequences(tmp_path / name, Letters(), 2, 4)  # type: ignore[arg-type]
+        read_sequences(tmp_path / name, Letters(), [4, 4])  # type: ignore[arg-type]
+
+
+def test_text_that_is_measured_on_is_refused() -> None:
+    held_out = random_sequences(320, [4000], 0)[0]
+    refuse_held_out(Path("own.txt"), random_sequences(320, [100, 60], 1), held_out)
+    with pytest.raises(InputError, match="calibration.file: 50 % of mixed.txt is in the held-out text"):
+        refuse_held_out(Path("mixed.txt"), [held_out[300:400], *random_sequences(320, [100, 8], 1)], held_out)
 
 
 def test_streams_follow_both_kinds_of_weights(reference: Reference) -> None:
-    sequences = random_sequences(reference.spec.vocab_size, 5, 24, 0)
+    sequences = random_sequences(reference.spec.vocab_size, [40, 24, 24, 24], 0)
     table = reference.source.read("model.embed_tokens.weight")
     flow = Flow(reference, sequences, lambda: table)
     stored = {
@@ -93,21 +100,23 @@ def test_streams_follow_both_kinds_of_weights(reference: Reference) -> None:
         for index in range(2)
     }
     found = flow.before(2, lambda index: dict(stored[index]))
-    hidden = torch.stack([reference.embed(ids) for ids in sequences])
-    assert torch.equal(flow.before(2, lambda index: {}).reference, found.reference), (
-        "a second call goes nowhere"
-    )
-    for index in range(2):
-        hidden, _ = reference.run(reference.layer(index), hidden)
-    assert torch.allclose(found.reference, hidden, atol=1e-5)
-    distance = (found.stored - hidden).norm() / hidden.norm()
-    assert 1e-5 < distance < 0.05
+    assert [tuple(alike.shape[:2]) for alike in found.stored] == [(1, 40), (3, 24)]
+    again = flow.before(2, lambda index: {})
+    assert all(map(torch.equal, again.reference, found.reference)), "a second call goes nowhere"
+    rows = [[window for alike in side for window in alike] for side in (found.reference, found.stored)]
+    for ids, original, stored_row in zip(sequences, *rows, strict=True):
+        hidden = reference.embed(ids)[None]
+        for index in range(2):
+            hidden, _ = reference.run(reference.layer(index), hidden)
+        assert torch.allclose(original, hidden[0], atol=1e-5)
+        distance = (stored_row - hidden[0]).norm() / hidden.norm()
+        assert 1e-5 < distance < 0.05
 
 
 def test_inputs_are_taken_stage_by_stage(reference: Reference) -> None:
 
     block = plain_layer(reference.spec, 0, reference.read_layer(0), raw_keys=False)
-    sequences = random_sequences(reference.spec.vocab_size, 3, 20, 1)
+    sequences = random_sequences(reference.spec.vocab_size, [30, 15, 15], 1)
     calibration = Flow(
         reference, sequences, lambda: reference.source.read("model.embed_tokens.weight")
     ).before(0, lambda index: {})

@@ -38,6 +38,13 @@ def test_scores_by_hand() -> None:
     assert found.top1 == 0.5 and found.top5 == 1
     assert found.perplexity == pytest.approx(1 / math.sqrt(0.5 * 0.6))
     assert found.perplexity_ratio == pytest.approx(math.sqrt(0.2 / 0.6))
+    alike = score(
+        [
+            Row.of(rows[:1].repeat(5, 1), got[i : i + 1].repeat(5, 1), torch.zeros(5).long())
+            for i, rows in enumerate((expected[:1], expected[1:]))
+        ]
+    )
+    assert alike.kld_error == pytest.approx(kld / 2), "ten positions of two windows tell no more than two"
 
 
 def test_windows_are_spread_over_the_text() -> None:
@@ -66,13 +73,24 @@ def built(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_build_against_its_source(built: Path, tmp_path: Path) -> None:
     found = evaluate(built, text_file=tmp_path / "text.txt", windows=2)
-    assert found["windows"] == 2 and found["width"] == 2 * found["prefilled"]
+    assert found["windows"] == 2 and found["width"] == 2 * found["prefilled"] and found["fit"] is None
     for name in ("pair", "mlx"):
         row = found[name]
         assert row["tokens"] == 2 * found["prefilled"]
         assert 0 < row["kld_mean"] < row["kld_max"] < 1 and 0 < row["top1"] <= 1
         ratio = row["perplexity"] / found["source"]["perplexity"]
         assert row["perplexity_ratio"] == pytest.approx(ratio, rel=1e-6)
+    hand_off = found["hand_off"]
+    assert hand_off["kld"] == pytest.approx(found["pair"]["kld_mean"] - found["mlx"]["kld_mean"], abs=1e-9)
+    for side in "kv":
+        assert 40 < hand_off[f"{side}_worst_db"] <= hand_off[f"{side}_db"] < 90, "fp16 in the package alone"
+
+
+def test_windows_of_another_width(built: Path, tmp_path: Path) -> None:
+    found = evaluate(built, text_file=tmp_path / "text.txt", windows=1, width=64)
+    assert (found["width"], found["prefilled"], found["pair"]["tokens"]) == (64, 32, 32)
+    with pytest.raises(InputError, match="--width 300: .* hold windows of 254 tokens"):
+        evaluate(built, text_file=tmp_path / "text.txt", windows=1, width=300)
 
 
 def test_the_command(built: Path, tmp_path: Path) -> None:

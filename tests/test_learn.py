@@ -87,11 +87,11 @@ def test_what_is_learned_holds_on_other_text(reference: Reference, form: str) ->
         embedding,
         layers,
         reference.head_tensors(),
-        random_sequences(vocab, 64, 48, 0),
+        random_sequences(vocab, [48] * 64, 0),
         steps=40,
         rate=2e-3,
     )
-    other = random_sequences(vocab, 4, 48, 1)
+    other = random_sequences(vocab, [48] * 4, 1)
     before, after = divergence(reference, layers, other), divergence(reference, found, other)
     assert after < 0.95 * before
     for old, new in zip(layers, found, strict=True):
@@ -118,7 +118,7 @@ def test_nothing_learned_changes_nothing(reference: Reference, form: str) -> Non
 def test_a_build_that_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDCONVERT_CACHE", str(tmp_path / "cache"))
     scheme = "passes.quantize_weights.scheme=w4a16"
-    recipe = load_recipe("tiny", overrides=(scheme, "calibration.sequences=8", "calibration.length=48"))
+    recipe = load_recipe("tiny", overrides=(scheme, "calibration.tokens=384", "calibration.length=48"))
     *others, quantizer = recipe.passes
     for steps in (0, 10):
         options = {

@@ -92,5 +92,12 @@ def test_the_error_of_a_mean_shrinks_with_the_root_of_the_count() -> None:
     assert mean == 2.0 and error == pytest.approx(0.1005, abs=1e-4)
 
 
+def test_positions_of_one_window_are_not_independent() -> None:
+    windows = torch.tensor([[1.0] * 50, [3.0] * 50])
+    assert mean_and_error(windows) == (2.0, pytest.approx(1.0)), "as for two values"
+    alike = torch.tensor([1.0, 3.0]).repeat(2, 50)
+    assert mean_and_error(alike) == mean_and_error(alike.flatten()), "windows that agree by chance"
+
+
 def test_one_value_tells_nothing_about_its_error() -> None:
     assert mean_and_error(torch.tensor([5.0])) == (5.0, math.inf)

@@ -50,7 +50,7 @@ def digest(folder: Path) -> dict[str, bytes]:
 
 
 QUANTIZER = "passes.quantize_weights."
-CALIBRATED = (f"{QUANTIZER}rounding=gptq", "calibration.sequences=4", "calibration.length=64")
+CALIBRATED = (f"{QUANTIZER}rounding=gptq", "calibration.tokens=256", "calibration.length=64")
 W4 = f"{QUANTIZER}scheme=w4a16"
 LUT = (W4, f"{QUANTIZER}form=lut", f"{QUANTIZER}granularity=per_grouped_channel")
 GROUPS = (f"{QUANTIZER}granularity=per_group", f"{QUANTIZER}force=true")
@@ -159,10 +159,11 @@ def quantizer_db(folder: Path) -> float:
 
 def test_calibrated_rounding_loses_less_than_rounding_to_nearest(tmp_path):
     build(tiny(W4), tmp_path / "nearest")
-    build(tiny(W4, *CALIBRATED[:1]), tmp_path / "gptq")
+    build(tiny(W4, *CALIBRATED[:1], "calibration.tokens=6144"), tmp_path / "gptq")
     assert quantizer_db(tmp_path / "gptq") > quantizer_db(tmp_path / "nearest") + 0.5
     used = json.loads((tmp_path / "gptq" / "manifest.json").read_text())["quantization"]["calibration"]
-    assert (used["text"], used["sequences"], used["tokens"]) == ("random tokens", 64, 64 * 512)
+    assert (used["text"], used["tokens"], used["fit"]) == ("random tokens", 6144, None)
+    assert used["lengths"] == {"256": 8, "512": 4, "1024": 2}, "within the positions of the model"
     assert (
         json.loads((tmp_path / "nearest" / "manifest.json").read_text())["quantization"]["calibration"]
         is None

@@ -33,7 +33,7 @@ __all__ = ["one_thread"]
 W8, W4 = {"scheme": "w8a16"}, {"scheme": "w4a16"}
 GPTQ = {**W4, "rounding": "gptq"}
 TIED = {"tie_word_embeddings": True}
-TEXT = {"sequences": 6, "length": 48}
+TEXT = {"tokens": 6 * 48, "length": 48}
 
 
 @pytest.fixture(autouse=True)
@@ -242,12 +242,15 @@ def rotated(reference: Reference, index: int) -> dict[str, torch.Tensor]:
 
 def test_both_calibration_streams_lie_in_one_basis(reference: Reference) -> None:
     """Nothing is rounded, so the stored stream is the reference's, and X̂ᵀX is X̂ᵀX̂."""
-    basis, ids = Basis(reference.spec.hidden_size, 0), random_sequences(reference.spec.vocab_size, 5, 24, 0)
+    basis, ids = (
+        Basis(reference.spec.hidden_size, 0),
+        random_sequences(reference.spec.vocab_size, [24] * 5, 0),
+    )
     table = into(reference.source.read("model.embed_tokens.weight"), basis)
     found = Flow(reference, ids, lambda: table, basis=basis).before(
         1, lambda index: dict(rotated(reference, index))
     )
-    assert torch.allclose(found.stored, found.reference, atol=1e-4)
+    assert torch.allclose(found.stored[0], found.reference[0], atol=1e-4)
     block = plain_layer(reference.spec, 1, reference.read_layer(1), raw_keys=False)
     block = RotateResidual().run(LinearToConv2d().run(block))
     for name in ("self_attn.q_proj", "mlp.down_proj"):
@@ -256,7 +259,7 @@ def test_both_calibration_streams_lie_in_one_basis(reference: Reference) -> None
 
 
 def test_sensitivity_is_that_of_the_rotated_weights(reference: Reference) -> None:
-    ids = random_sequences(reference.spec.vocab_size, 4, 32, 0)
+    ids = random_sequences(reference.spec.vocab_size, [32] * 4, 0)
     basis = Basis(reference.spec.hidden_size, 0)
     quantizer = QuantizeWeights(**GPTQ)
     passes = (LinearToConv2d(), RotateResidual(), FoldNormGain(), ScaleChannels())

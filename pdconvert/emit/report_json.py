@@ -49,6 +49,7 @@ def report(
         "projections": plain(_rows(seen, "projections")),
         "headroom": plain(proof.headroom),
         "positions": plain(positions),
+        "fit": plain(proof.fit.to_json()) if proof.fit else None,
         "weights": plain(_rows(seen, "weights")),
         "samples": plain(proof.samples),
         "sizes": _sizes(folder, emitted),

@@ -25,23 +25,24 @@ class Calibration:
     """Calibration text before a block.
 
     Attributes:
-        reference: (N, W, H) through the checkpoint's own weights.
-        stored: (N, W, H) through the weights that are shipped.
+        reference: windows through the checkpoint's own weights, (N, W, H) for each of their lengths W.
+        stored: the same through the weights that are shipped.
         probe: (1, W, H) → what the block is run on.
         device: where the arithmetic is done.
         nearest: a weight (O, I), by block and name, as the recipe's quantizer would round it to nearest.
     """
 
-    reference: Tensor
-    stored: Tensor
+    reference: Sequence[Tensor]
+    stored: Sequence[Tensor]
     probe: Callable[[Tensor], Probe]
     device: str = "cpu"
     nearest: Callable[[Tensor, str], Tensor] = lambda matrix, path: matrix
 
-    def windows(self, hidden: Tensor) -> Iterator[Probe]:
-        """One probe per window of (N, W, H)."""
-        for window in hidden:
-            yield self.probe(window[None]).to(self.device)
+    def windows(self, hidden: Sequence[Tensor]) -> Iterator[Probe]:
+        """One probe per window of one of the two."""
+        for alike in hidden:
+            for window in alike:
+                yield self.probe(window[None]).to(self.device)
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,23 @@ def stages(block: Block, probe: Probe) -> list[list[str]]:
 
 
 def reference_inputs(block: Block, calibration: Calibration, names: Sequence[str]) -> dict[str, Tensor]:
-    """Inputs of the named linears on all reference windows: name → (N · W, I)."""
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
-    with _watching(block, lambda name, x: found[name].append(_rows(x)) if name in found else None):
+    """Inputs of the named linears on all reference windows: name → (tokens, I)."""
+    found: dict[str, Tensor] = {}
+    tokens = sum(alike.shape[0] * alike.shape[1] for alike in calibration.reference)
+    start = 0
+
+    def take(name: str, x: Tensor) -> None:
+        if name in names:
+            rows = _rows(x)
+            if name not in found:
+                found[name] = rows.new_empty(tokens, rows.shape[1])
+            found[name][start : start + len(rows)] = rows
+
+    with _watching(block, take):
         for probe in calibration.windows(calibration.reference):
             block.run(probe)
-    return {name: torch.cat(parts) for name, parts in found.items()}
+            start += probe.hidden.shape[1]
+    return found
 
 
 def mean_magnitudes(block: Block, calibration: Calibration, names: Sequence[str]) -> dict[str, Tensor]:
@@ -102,7 +114,7 @@ def mean_magnitudes(block: Block, calibration: Calibration, names: Sequence[str]
 
 
 def grams(block: Block, calibration: Calibration, name: str, reference: Tensor) -> Grams:
-    """Sums over all stored windows of the inputs of linear `name`; `reference` is (N · W, I)."""
+    """Sums over all stored windows of the inputs of linear `name`; `reference` is (tokens, I)."""
     found: list[Tensor] = []
 
     def take(module: str, x: Tensor) -> None:

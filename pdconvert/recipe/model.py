@@ -19,6 +19,11 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _as_tuple_or_one(value: Any) -> Any:
+    """The same, or the tuple of one number."""
+    return (value,) if isinstance(value, int) else _as_tuple(value)
+
+
 class KvForm(Strict):
     """How the package gives its keys and values.
 
@@ -216,19 +221,25 @@ class Probe(Strict):
     eval_windows: int = Field(default=4, ge=1)
 
 
+Lengths = Annotated[
+    tuple[Annotated[int, Field(ge=8, le=8192)], ...], BeforeValidator(_as_tuple_or_one), Field(min_length=1)
+]
+
+
 class CalibrationText(Strict):
     """What calibrated passes look at: by default text that the model writes itself.
 
     Attributes:
         file: a text file, or a JSONL file whose lines have a `text`; left out, the model writes.
-        sequences: number of token sequences.
-        length: tokens in each.
+        tokens: of all sequences together, about.
+        length: tokens of a sequence: a number, or a list of lengths, each with the same share of the tokens. None is
+            longer than the model's positions.
         seed: of what is drawn.
     """
 
     file: str | None = Field(default=None, min_length=1)
-    sequences: int = Field(default=64, ge=1)
-    length: int = Field(default=512, ge=8, le=8192)
+    tokens: int = Field(default=49152, ge=8)
+    length: Lengths = (256, 512, 1024, 2048)
     seed: int = Field(default=0, ge=0)
 
 

@@ -63,6 +63,7 @@ def report_page(build: BuildReport) -> str:
         tiles=view.tiles(build),
         checks=sorted(build.checks, key=lambda check: check.passed),
         hand_off=view.hand_off(build),
+        fit=build.section("fit"),
         samples=samples,
         near_tie=NEAR_TIE,
         parts=view.parts(build),

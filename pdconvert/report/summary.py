@@ -32,6 +32,7 @@ def summary(out: Path, build: BuildReport) -> str:
             "",
             *_checks(build),
             *_failures(build),
+            *_alarm(build),
             "",
             *_facts(build),
             *_notes(build),
@@ -80,6 +81,12 @@ def _failures(build: BuildReport) -> list[str]:
     for hint, failed in causes.items():
         lines += ["", *failed, *textwrap.wrap(hint, WIDTH, initial_indent="  ", subsequent_indent="  ")]
     return lines
+
+
+def _alarm(build: BuildReport) -> list[str]:
+    """What is not a failure, and to be known all the same."""
+    said = build.section("fit").get("alarm")
+    return ["", *textwrap.wrap(f"note: {said}", WIDTH, subsequent_indent="  ")] if said else []
 
 
 def _facts(build: BuildReport) -> list[str]:

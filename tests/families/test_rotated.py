@@ -35,7 +35,7 @@ def drawn(name: str, case: int) -> dict[str, Any]:
 def rewritten(reference: Reference, block: Block, passes: tuple, hidden: torch.Tensor) -> Block:
     nearest = QuantizeWeights(scheme="w4a16").nearest
     index = int(block.name.split(".")[1]) if block.name != "head" else 0
-    calibration = Calibration(hidden, hidden, lambda x: reference.probe(index, x), "cpu", nearest)
+    calibration = Calibration([hidden], [hidden], lambda x: reference.probe(index, x), "cpu", nearest)
     for item in passes:
         item.requires(block)
         new = applied(item, block, calibration)

@@ -38,12 +38,12 @@ def loud_layer(config: dict | None = None) -> tuple[Block, Reference]:
 def calibration_of(reference: Reference, quantizer: QuantizeWeights = FOUR_BITS) -> Calibration:
     draw = torch.Generator().manual_seed(5)
     hidden = torch.randn(2, 120, reference.spec.hidden_size, generator=draw)
-    return Calibration(hidden, hidden, lambda x: reference.probe(0, x), "cpu", quantizer.nearest)
+    return Calibration([hidden], [hidden], lambda x: reference.probe(0, x), "cpu", quantizer.nearest)
 
 
 def probe_from(calibration: Calibration) -> Probe:
     draw = torch.Generator().manual_seed(9)
-    return calibration.probe(torch.randn(1, 200, calibration.stored.shape[2], generator=draw))
+    return calibration.probe(torch.randn(1, 200, calibration.stored[0].shape[2], generator=draw))
 
 
 @pytest.mark.parametrize(
