@@ -55,6 +55,7 @@ def test_the_shipped_recipes() -> None:
         "smollm2-135m",
         "smollm2-135m-fp16",
         "smollm2-135m-long",
+        "smollm2-135m-w4",
         "tiny",
         "tinyllama",
         "tinyllama-random",
