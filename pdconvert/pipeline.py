@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import shutil
 import time
@@ -252,6 +253,7 @@ def _write_packages(
         write_package(
             path, lowering.program(plan.shapes, part), target, {"pdconvert.recipe": plan.recipe.name}
         )
+        gc.collect()  # a program's blocks, ops and values refer to each other, and hold all its weights
 
 
 def decode_tensors(

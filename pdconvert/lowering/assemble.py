@@ -203,18 +203,18 @@ class Lowering:
     def _tables(self, label: str, record: LutLinear, shape: tuple[int, ...]) -> Any:
         """A lookup table per group of output channels: indices (O, I, …), tables (O / rows, 1, …, 2^bits, 1)."""
         dtype = {4: types.np_uint4_dtype, 6: types.np_uint6_dtype, 8: np.uint8}[record.bits]
-        indices = record.codes.numpy().reshape(shape).astype(dtype)
+        indices = record.codes.numpy().reshape(shape).view(dtype)
         tables = record.tables.numpy().reshape(len(record.tables), *(1,) * (len(shape) - 1), -1, 1)
         result = mb.constexpr_lut_to_dense(indices=indices, lut=tables, name=label)
         return _share(result, label, indices="indices", lut="lut")
 
 
 def _array(part: torch.Tensor, bits: int, rank: int) -> np.ndarray:
-    """A part of a record (O, G) as MIL takes it, (O, G, 1, …)."""
+    """A part of a record (O, G) as MIL takes it, (O, G, 1, …); its memory stays the file's that it is mapped from."""
     values = part.numpy().reshape(*part.shape, *(1,) * (rank - 2))
     if bits != 4:
         return values
-    return values.astype(types.np_int4_dtype if part.dtype == torch.int8 else types.np_uint4_dtype)
+    return values.view(types.np_int4_dtype if part.dtype == torch.int8 else types.np_uint4_dtype)
 
 
 def _share(result: Any, weight_id: str, **inputs: str) -> Any:

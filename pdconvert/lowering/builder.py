@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from coremltools.converters.mil import Builder
@@ -25,12 +24,14 @@ CONV_DEFAULTS = {
 }
 """What the builder would write for a convolution that says nothing of them."""
 
-_shared: WeakKeyDictionary[Any, dict[tuple[str, str], Var]] = WeakKeyDictionary()
+SHARED = "pdconvert_constants"
+"""Attribute of a block of coremltools that holds its constants, so that they live as long as it does."""
 
 
 def constant(value: bool | int | str | np.float16 | list[int] | list[bool]) -> Var:
     """The constant of the function that is being built which has this value and type."""
-    held, key = _shared.setdefault(curr_block(), {}), (type(value).__name__, repr(value))
+    held: dict[tuple[str, str], Var] = vars(curr_block()).setdefault(SHARED, {})
+    key = (type(value).__name__, repr(value))
     if key not in held:
         entries = (
             np.array(value, bool if isinstance(value[0], bool) else np.int32)
