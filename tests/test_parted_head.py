@@ -55,7 +55,10 @@ def test_logits_are_those_of_one_piece(form: str, tmp_path: Path) -> None:
                 manifest = read_manifest(folder)
                 session = open_function(manifest, one.function, kind="mil", mode=mode)
                 got.append(manifest.functions[one.function].logits(session.run(one.inputs)))
-            np.testing.assert_array_equal(*got)
+            if mode == "fp16":
+                np.testing.assert_array_equal(*got)
+            else:  # products are packed for their size there
+                np.testing.assert_allclose(*got, rtol=0, atol=1e-6 * np.abs(got[0]).max())
             names = [f"logits_{number}" for number in (1, 2, 3, 4)]
             np.testing.assert_array_equal(
                 case.expected["logits"], np.concatenate([other.expected[name] for name in names], 1)

@@ -155,13 +155,16 @@ def program_bytes(plan: Plan, parts: Sequence[Part]) -> int:
     small = _narrow(plan.spec)
     *middle, last = small.layers
     kinds = list(Counter(middle))
-    base = _lowered_bytes(plan, replace(small, layers=(*kinds, last)))
+    shallow = replace(small, layers=(*kinds, last))
+    base = _lowered_bytes(plan, shallow)
     total = base
+    if len(parts) > 1:  # every further part has inputs, outputs and constants of its own
+        cut = [Part(0, 1, ends=False), Part(1, len(shallow.layers), starts=False)]
+        total += (len(parts) - 1) * (_lowered_bytes(plan, shallow, cut) - base)
     for kind, count in Counter(middle).items():
         if count > 1:
             deeper = _lowered_bytes(plan, replace(small, layers=(kind, *kinds, last)))
             total += (count - 1) * (deeper - base)
-    # Every further part has inputs and outputs of its own: less than a tenth of a layer.
     return total + len(parts) * PACKAGE_MANIFEST_BYTES
 
 
@@ -178,8 +181,8 @@ def _narrow(spec: ModelSpec) -> ModelSpec:
     return replace(spec, hidden_size=cut(spec.hidden_size), vocab_size=cut(spec.vocab_size), layers=layers)
 
 
-def _lowered_bytes(plan: Plan, spec: ModelSpec) -> int:
-    """Bytes of the serialized program of a model with all-zero weights."""
+def _lowered_bytes(plan: Plan, spec: ModelSpec, parts: Sequence[Part] = ()) -> int:
+    """Bytes of the serialized programs of a model with all-zero weights, in one part if not given others."""
     from pdconvert.quiet import quiet_coremltools
 
     quiet_coremltools()
@@ -191,7 +194,11 @@ def _lowered_bytes(plan: Plan, spec: ModelSpec) -> int:
     skeletons = make_forms(small).skeletons(plan.interface.outputs)
     target = plan.recipe.prefill.target
     lowering = Lowering(spec, skeletons, lambda name: blocks[name].tensors(), target, plan.interface)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "small.mlpackage"
-        write_package(folder, lowering.program(plan.shapes), target, {"pdconvert.recipe": plan.recipe.name})
-        return (folder / MODEL).stat().st_size
+    total = 0
+    for part in parts or [Part.whole(spec)]:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name) / "small.mlpackage"
+            program = lowering.program(plan.shapes, part)
+            write_package(folder, program, target, {"pdconvert.recipe": plan.recipe.name})
+            total += (folder / MODEL).stat().st_size
+    return total

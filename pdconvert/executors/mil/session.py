@@ -15,7 +15,7 @@ from pdconvert.executors.mil.package import FunctionInfo, Package
 from pdconvert.executors.mil.plan import OpInfo, Plan, Step
 from pdconvert.executors.mil.program import Entry, Program
 from pdconvert.executors.mil.values import OP_ERRORS, RUN_TIME, ValueInfo, first_line, round_fp16
-from pdconvert.executors.mil.weights import WeightCache, default_cache_bytes
+from pdconvert.executors.mil.weights import WeightCache, default_cache_bytes, held_bytes
 
 MODES = ("fp32", "fp16")
 
@@ -90,6 +90,15 @@ class MilSession:
         plan = PlanBuilder(self.package, self.function.name, fp16=False, fused=True).build()
         return Program(plan, self.cache)
 
+    @cached_property
+    def _fits(self) -> bool:
+        """Whether the cache may keep all weights, materialised: packing some and not others pays little.
+
+        A cache that keeps nothing is for a single run, for which packing does not pay at all. And as all of them
+        or none are packed, the same weights give the same bits in packages of one part and of several.
+        """
+        return sum(held_bytes(static.info) for static in self.plan.statics.values()) <= self.cache.limit_bytes
+
     def make_state(self) -> State:
         """Return the function's states, all zero."""
         return {name: _zeros(info) for name, info in self.function.states.items()}
@@ -128,8 +137,7 @@ class MilSession:
             InputError: an input that is missing, left over or of the wrong shape or type, or an op that
                 fails on these inputs; the message names it.
         """
-        keeps = self.cache.limit_bytes > 0  # else this is a single run, for which packing does not pay
-        fused = keeps and self.mode == "fp32" and self.watch is None
+        fused = self.mode == "fp32" and self.watch is None and self._fits
         program = self._fused if fused else self._by_op
         with torch.inference_mode():
             registers = self._registers(program, inputs)
