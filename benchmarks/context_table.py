@@ -31,7 +31,7 @@ def in_chunks(model: Any, ids: list[int]) -> None:
     cache = None
     for start in range(0, len(ids), CHUNK):
         chunk = torch.tensor([ids[start : start + CHUNK]])
-        cache = model(chunk, past_key_values=cache, use_cache=True).past_key_values
+        cache = model(chunk, cache=cache, use_cache=True).cache
 
 
 def seconds(work: Callable[[], object]) -> float:
