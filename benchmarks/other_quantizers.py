@@ -314,9 +314,8 @@ def main() -> None:
     tokenizer = Tokenizer(args.folder)
     held_out = text.held_out()[0] if args.text is None else args.text.read_text("utf-8")
     windows = windows_of(tokenizer.encode(held_out), args.windows, args.width)
-    sequences = (
-        read_sequences(args.calibration, tokenizer, args.sequences, args.length) if args.calibration else []
-    )
+    lengths = [args.length] * args.sequences
+    sequences = read_sequences(args.calibration, tokenizer, lengths) if args.calibration else []
     about = {
         "source": HfDirSource(args.folder).hashes(),
         "text": hashlib.sha256(held_out.encode()).hexdigest(),

@@ -181,3 +181,24 @@ def test_rows_are_kept_and_failures_listed(bench, base, tmp_path, capsys):
     assert shown[3].startswith("| another | did not run: NotImplementedError: not on a CPU |")
     with pytest.raises(InputError, match="rows of another checkpoint, text or windows"):
         bench.Results(file, {"text": "y"})
+
+
+def test_the_command_reads_as_many_sequences_as_it_is_asked_for(
+    bench, checkpoint, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "text.txt").write_text(TEXT)
+    seen = []
+
+    def look(given):
+        seen.extend(map(len, given.sequences))
+        raise NotImplementedError("looked")
+
+    monkeypatch.setattr(bench, "METHODS", (bench.Method("look", "a look", look, reads=True),))
+    text = str(tmp_path / "text.txt")
+    given = ["--calibration", text, "--sequences", "3", "--length", "16"]
+    monkeypatch.setattr(
+        "sys.argv", ["x", str(checkpoint), "--text", text, "--windows", "1", "--width", "24", *given]
+    )
+    bench.main()
+    assert seen == [16, 16, 16]
+    assert "| a look, 48 tokens | did not run: NotImplementedError: looked |" in capsys.readouterr().out
