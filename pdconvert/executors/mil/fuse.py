@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdconvert.executors.mil.ops import fused
-from pdconvert.executors.mil.ops.products import SMALL
+from pdconvert.executors.mil.ops.products import LINEAR, SMALL
 from pdconvert.executors.mil.ops.row import OpRow
 from pdconvert.executors.mil.plan import Step
 from pdconvert.executors.mil.values import ValueInfo
@@ -111,7 +111,7 @@ class Parts:
 
 def fuse(parts: Parts) -> list[Step]:
     """Return the steps rewritten; unchanged where no product is large, or where torch has no oneDNN."""
-    if fused.LINEAR is None or not any(_columns(parts, step) for step in parts.steps):
+    if LINEAR is None or not any(_columns(parts, step) for step in parts.steps):
         return parts.steps
     for rule in (_norms, _rotations, _attention, _post_operations, _joined_products):
         parts = parts.rewritten(rule(parts))

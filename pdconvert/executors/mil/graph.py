@@ -5,6 +5,7 @@ folded into one.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,25 +18,26 @@ from pdconvert.executors.mil.ops.row import LIST_INPUTS
 from pdconvert.executors.mil.package import Package
 from pdconvert.executors.mil.plan import OpInfo, Plan, Step
 from pdconvert.executors.mil.values import FileValue, ValueInfo, read_value, value_info
-from pdconvert.executors.mil.weights import Folded, Leaf, Static
+from pdconvert.executors.mil.weights import Folded, Leaf, Static, held_bytes
 
 _STATE_INPUT = {"read_state": "input", "write_state": "input", "coreml_update_state": "state"}
 _STATE_DATA = {"write_state": "data", "coreml_update_state": "value"}
 
 
 class PlanBuilder:
-    """Builds the `Plan` of one function."""
+    """Reads one function, once, and builds its plans: op by op, and with steps that stand for several ops."""
 
-    def __init__(self, package: Package, function: str, fp16: bool, fused: bool = False) -> None:
-        """Prepare.
+    def __init__(self, package: Package, function: str, fp16: bool) -> None:
+        """Read the function.
 
         Args:
             package: the package.
             function: name of the function.
             fp16: whether fp16-typed results are rounded.
-            fused: whether steps may stand for several ops (`fuse.py`); fp32 only.
+
+        Raises:
+            InputError: an op that cannot be run, or a program that does not hold together.
         """
-        self._fused = fused
         self._package = package
         self._function = function
         self._fp16 = fp16
@@ -45,19 +47,37 @@ class PlanBuilder:
         self._statics: dict[int, Static] = {}
         self._states: set[str] = set()
         self._steps: list[Step] = []
+        self._inputs: dict[str, int] = {}
+        self._outputs: dict[str, int] = {}
+        self._read()
 
-    def build(self) -> Plan:
-        """Read the function.
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all constants of the plan op by op, materialised."""
+        return sum(held_bytes(static.info) for static in self._statics.values())
 
-        Raises:
-            InputError: an op that cannot be run, or a program that does not hold together.
+    def build(self, *, fused: bool = False) -> Plan:
+        """A plan of the function.
+
+        Args:
+            fused: whether steps may stand for several ops (`fuse.py`); fp32 only.
         """
+        steps, infos, statics = (
+            [replace(step) for step in self._steps],
+            dict(self._infos),
+            dict(self._statics),
+        )
+        if fused:
+            steps = fuse(Parts(steps, infos, statics, set(self._outputs.values())))
+        Liveness(steps, infos, self._inputs, self._outputs, set(statics)).apply()
+        return Plan(steps, len(infos), statics, self._inputs, self._outputs)
+
+    def _read(self) -> None:
         info = self._package.function(self._function)
         block = self._package.block(self._function)
-        inputs = {}
         for name, value in info.inputs.items():
-            inputs[name] = self._new_slot(value)
-            self._named[name] = inputs[name]
+            self._inputs[name] = self._new_slot(value)
+            self._named[name] = self._inputs[name]
         self._states = set(info.states)
         for position, op in enumerate(block.operations):
             where = OpInfo(
@@ -72,11 +92,7 @@ class PlanBuilder:
                 self._add(op, where)
             except InputError as error:
                 raise InputError(f"{self._package.path}: {where}: {error}") from error
-        outputs = {name: self._slot(self._named[name]) for name in block.outputs}
-        if self._fused:
-            self._steps = fuse(Parts(self._steps, self._infos, self._statics, set(outputs.values())))
-        Liveness(self._steps, self._infos, inputs, outputs, set(self._statics)).apply()
-        return Plan(self._steps, len(self._infos), self._statics, inputs, outputs)
+        self._outputs = {name: self._slot(self._named[name]) for name in block.outputs}
 
     def _computed_inputs(self, op: Any) -> tuple[str, ...]:
         """Names of the run-time values that an op takes, each once, in order."""

@@ -15,7 +15,7 @@ from pdconvert.executors.mil.package import FunctionInfo, Package
 from pdconvert.executors.mil.plan import OpInfo, Plan, Step
 from pdconvert.executors.mil.program import Entry, Program
 from pdconvert.executors.mil.values import OP_ERRORS, RUN_TIME, ValueInfo, first_line, round_fp16
-from pdconvert.executors.mil.weights import WeightCache, default_cache_bytes, held_bytes
+from pdconvert.executors.mil.weights import WeightCache, default_cache_bytes
 
 MODES = ("fp32", "fp16")
 
@@ -76,9 +76,13 @@ class MilSession:
         self.watch: Watch | None = None
 
     @cached_property
+    def _builder(self) -> PlanBuilder:
+        return PlanBuilder(self.package, self.function.name, self.mode == "fp16")
+
+    @cached_property
     def plan(self) -> Plan:
         """The steps, op by op."""
-        return PlanBuilder(self.package, self.function.name, self.mode == "fp16").build()
+        return self._builder.build()
 
     @cached_property
     def _by_op(self) -> Program:
@@ -87,8 +91,7 @@ class MilSession:
     @cached_property
     def _fused(self) -> Program:
         """The program of fp32 runs that nothing watches: a step may stand for several ops."""
-        plan = PlanBuilder(self.package, self.function.name, fp16=False, fused=True).build()
-        return Program(plan, self.cache)
+        return Program(self._builder.build(fused=True), self.cache)
 
     @cached_property
     def _fits(self) -> bool:
@@ -97,7 +100,7 @@ class MilSession:
         A cache that keeps nothing is for a single run, for which packing does not pay at all. And as all of them
         or none are packed, the same weights give the same bits in packages of one part and of several.
         """
-        return sum(held_bytes(static.info) for static in self.plan.statics.values()) <= self.cache.limit_bytes
+        return self._builder.weight_bytes <= self.cache.limit_bytes
 
     def make_state(self) -> State:
         """Return the function's states, all zero."""

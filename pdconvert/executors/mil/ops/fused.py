@@ -12,8 +12,6 @@ from pdconvert.executors.mil.ops.products import LINEAR
 
 Tensor = torch.Tensor
 
-__all__ = ["LINEAR", "attend", "channels_inside", "pack", "product", "products", "rms_norm", "rotate"]
-
 
 def pack(weight: Tensor, columns: int) -> Tensor:
     """Reorder a matrix (O, I) into the form that oneDNN wants for this many rows of activations."""
@@ -56,9 +54,8 @@ def products(shapes: Sequence[Sequence[int]]) -> Callable[..., tuple[Tensor, ...
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, then: str) -> Tensor:
     """x (1, I, *D) and weights (O, I), packed or not: (positions, O)."""
-    return torch.ops.mkldnn._linear_pointwise.default(
-        x.reshape(x.shape[1], -1).t(), weight, bias, then, [], ""
-    )
+    assert LINEAR is not None, "nothing is fused where torch has no oneDNN"
+    return LINEAR(x.reshape(x.shape[1], -1).t(), weight, bias, then, [], "")
 
 
 def rms_norm(channels: int, root_epsilon: float) -> Callable[[Tensor, Tensor], Tensor]:
