@@ -312,7 +312,7 @@ def main() -> None:
     args = parser.parse_args()
 
     tokenizer = Tokenizer(args.folder)
-    held_out = text.held_out()[0] if args.text is None else args.text.read_text("utf-8")
+    held_out = text.held_out()[0] if args.text is None else text.read(args.text, "--text")
     windows = windows_of(tokenizer.encode(held_out), args.windows, args.width)
     lengths = [args.length] * args.sequences
     sequences = read_sequences(args.calibration, tokenizer, lengths) if args.calibration else []

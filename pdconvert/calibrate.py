@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pdconvert import text
 from pdconvert.basis import Basis, into, out_of
 from pdconvert.errors import InputError
 from pdconvert.quant.calibration import Calibration
@@ -65,12 +66,7 @@ def read_sequences(path: Path, tokenizer: Tokenizer, lengths: Sequence[int]) -> 
     Raises:
         InputError: the file is missing, is not UTF-8 text or JSONL, or is too short.
     """
-    try:
-        content = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"recipe: calibration.file: {path} cannot be read as UTF-8 text ({error})"
-        ) from error
+    content = text.read(path, "recipe: calibration.file")
     if path.suffix == ".jsonl":
         content = "\n\n".join(
             _jsonl_text(path, number, line) for number, line in enumerate(content.splitlines(), 1)

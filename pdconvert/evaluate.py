@@ -299,8 +299,5 @@ def _text(tokenizer: Tokenizer, path: Path | None) -> tuple[list[int], str]:
     if path is None:
         content, digest = text.held_out()
         return list(tokenizer.encode(content)), digest
-    try:
-        content = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--text: {path} cannot be read as UTF-8 text ({error})") from error
+    content = text.read(path, "--text")
     return list(tokenizer.encode(content)), hashlib.sha256(content.encode()).hexdigest()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
+
+from pdconvert.errors import InputError
 
 PROBE = """\
 A lighthouse keeper wrote down the weather every evening for forty-one years. On most pages there is little: wind from
@@ -28,3 +31,18 @@ def held_out() -> tuple[str, str]:
 
     text = "\n".join(topics[key] for key in sorted(topics))
     return text, hashlib.sha256(text.encode()).hexdigest()
+
+
+def read(path: Path, option: str) -> str:
+    """The content of a text file that a user names.
+
+    Args:
+        option: where it is named, for the error.
+
+    Raises:
+        InputError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{option}: {path} cannot be read as UTF-8 text ({error})") from error

@@ -27,6 +27,14 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 UP = "model.layers.0.mlp.up_proj"
 WEIGHTS = "model.safetensors"
 Change = Callable[[Path], Any]
+W4 = (
+    "gates.kld=99",
+    "gates.top1=0",
+    "gates.kv_db=0",
+    "gates.reason=random weights",
+    "passes.quantize_weights.scheme=w4a16",
+)
+"""What the recipe `tiny` takes to build that checkpoint, whose weights are random, in 4 bits."""
 
 
 def write_checkpoint(folder: Path) -> None:

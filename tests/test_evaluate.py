@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from refusals import base, checkpoint
+from refusals import W4, base, checkpoint
 
 from pdconvert.cli.app import main
 from pdconvert.errors import InputError
@@ -59,15 +59,8 @@ def built(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A W4 build of a tiny checkpoint with a tokenizer, and a text beside it."""
     monkeypatch.setenv("PDCONVERT_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text(TEXT)
-    gates = (
-        "gates.kld=99",
-        "gates.top1=0",
-        "gates.kv_db=0",
-        "gates.reason=random weights",
-        "probe.eval_windows=1",
-    )
-    scheme = ("passes.quantize_weights.scheme=w4a16",)
-    build(load_recipe("tiny", source=str(checkpoint), overrides=(*gates, *scheme)), tmp_path / "build")
+    overrides = (*W4, "probe.eval_windows=1")
+    build(load_recipe("tiny", source=str(checkpoint), overrides=overrides), tmp_path / "build")
     return tmp_path / "build"
 
 

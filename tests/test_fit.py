@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from refusals import base, checkpoint
+from refusals import W4, base, checkpoint
 
 from pdconvert.cli.app import main
 from pdconvert.errors import InputError
@@ -52,12 +52,8 @@ def built(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A W4 build, rounded by little text that the model wrote."""
     monkeypatch.setenv("PDCONVERT_CACHE", str(tmp_path / "cache"))
     overrides = (
-        "gates.kld=99",
-        "gates.top1=0",
-        "gates.kv_db=0",
-        "gates.reason=random weights",
+        *W4,
         "probe.eval_windows=2",
-        "passes.quantize_weights.scheme=w4a16",
         "passes.quantize_weights.rounding=gptq",
         "calibration.tokens=600",
         "calibration.length=40",

@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from refusals import base, checkpoint
+from refusals import W4, base, checkpoint
 from safetensors.torch import load_file
 
 from pdconvert.errors import InputError
@@ -137,16 +137,8 @@ def test_a_build_measured_a_second_way(bench, checkpoint, tmp_path, monkeypatch)
     """`eval` of the decode weights through MLX and this one agree."""
     monkeypatch.setenv("PDCONVERT_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text(TEXT)
-    overrides = (
-        "gates.kld=99",
-        "gates.top1=0",
-        "gates.kv_db=0",
-        "gates.reason=random weights",
-        "probe.eval_windows=1",
-        "passes.quantize_weights.scheme=w4a16",
-    )
     out = tmp_path / "build"
-    build(load_recipe("tiny", source=str(checkpoint), overrides=overrides), out)
+    build(load_recipe("tiny", source=str(checkpoint), overrides=(*W4, "probe.eval_windows=1")), out)
     first = evaluate(out, text_file=tmp_path / "text.txt", windows=2)
     windows = windows_of(Tokenizer(checkpoint).encode(TEXT), 2, first["width"])
     made = bench.of_build(out, bench.Given(checkpoint))
