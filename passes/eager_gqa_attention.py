@@ -8,9 +8,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from pdconvert.blocks import Attention, Head, RMSNorm, rewrite
+from pdconvert.blocks import Attention, Head, RMSNorm
 from pdconvert.errors import InputError
 from pdconvert.program import Block
+from pdconvert.rewriting import rewrite
 
 
 class GroupedAttention(Attention):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from pdconvert.blocks import Head, rewrite
+from pdconvert.blocks import Head
 from pdconvert.errors import InputError
 from pdconvert.program import Block
+from pdconvert.rewriting import rewrite
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
-from pdconvert.blocks import rewrite
 from pdconvert.errors import InputError
 from pdconvert.program import Block
+from pdconvert.rewriting import rewrite, set_parameter
 
 
 def fold_gains(module: Any) -> None:
@@ -21,8 +20,8 @@ def fold_gains(module: Any) -> None:
             linear = module.get_submodule(path)
             shape = (1, -1) + (1,) * (linear.weight.dim() - 2)
             weight = linear.weight.detach() * norm.weight.detach().view(shape)
-            linear._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-        norm._parameters["weight"] = nn.Parameter(torch.ones_like(norm.weight), requires_grad=False)
+            set_parameter(linear, "weight", weight)
+        set_parameter(norm, "weight", torch.ones_like(norm.weight))
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from pdconvert.blocks import RMSNorm, rewrite
+from pdconvert.blocks import RMSNorm
 from pdconvert.errors import InputError
 from pdconvert.program import Block
+from pdconvert.rewriting import rewrite
 
 
 def to_conv2d(linear: nn.Linear) -> nn.Conv2d:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from pdconvert.blocks import rewrite
 from pdconvert.errors import InputError
 from pdconvert.program import Block
 from pdconvert.quant.grid import (
@@ -23,6 +22,7 @@ from pdconvert.quant.grid import (
     quantize_symmetric,
 )
 from pdconvert.quant.grids import IntegerGrid, TableGrid, integer_grid, table_grid
+from pdconvert.rewriting import rewrite, set_parameter
 
 if TYPE_CHECKING:
     from pdconvert.quant.calibration import Calibration, Grams
@@ -164,7 +164,7 @@ class QuantizeWeights:
                 record = self._calibrated(matrix, sums, f"{block.name}.{name}.weight")
                 found[f"{name}.weight"] = record
                 value = record.dequantize().view(part.weight.shape).to(device)
-                part._parameters["weight"] = nn.Parameter(value, requires_grad=False)
+                set_parameter(part, "weight", value)
         return self._with_records(block, lambda name, matrix: found[name])
 
     def ensures(self, before: Block, after: Block) -> None:
@@ -224,7 +224,7 @@ class QuantizeWeights:
                     value = records[name].dequantize().view(parameter.shape)
                 else:
                     value = to_fp16(parameter.detach(), f"{block.name}.{name}").float()
-                part._parameters[kind] = nn.Parameter(value, requires_grad=False)
+                set_parameter(part, kind, value)
         return replace(block, module=module, records=MappingProxyType(records))
 
     def _nearest(self, matrix: Tensor, path: str) -> Record:

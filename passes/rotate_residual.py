@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
-
-from torch import Tensor, nn
+from typing import ClassVar
 
 from passes.fold_norm_gain import fold_gains
 from pdconvert.basis import Basis, into
-from pdconvert.blocks import RMSNorm, rewrite
+from pdconvert.blocks import RMSNorm
 from pdconvert.errors import InputError
 from pdconvert.model import LayerSpec
 from pdconvert.program import Block
+from pdconvert.rewriting import rewrite, set_parameter
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,14 @@ class RotateResidual:
         for _, consumers in module.norm_consumers:
             for path in consumers:
                 part = module.get_submodule(path)
-                _set(part, "weight", into(part.weight.detach().flatten(1), basis))
+                turned = into(part.weight.detach().flatten(1), basis)
+                set_parameter(part, "weight", turned.view(part.weight.shape))
         for path in module.residual_writers:
             part = module.get_submodule(path)
-            _set(part, "weight", into(part.weight.detach().flatten(1).T, basis).T)
+            turned = into(part.weight.detach().flatten(1).T, basis).T.contiguous()
+            set_parameter(part, "weight", turned.view(part.weight.shape))
             if part.bias is not None:
-                _set(part, "bias", into(part.bias.detach(), basis))
+                set_parameter(part, "bias", into(part.bias.detach(), basis))
         return block.with_layout(module, basis=basis)
 
     def ensures(self, before: Block, after: Block) -> None:
@@ -79,8 +80,3 @@ class RotateResidual:
         for path, _ in after.module.norm_consumers:
             gain = after.module.get_submodule(path).weight
             assert bool((gain == 1).all()), f"{path} keeps its gain"
-
-
-def _set(part: Any, kind: str, value: Tensor) -> None:
-    shape = part._parameters[kind].shape
-    part._parameters[kind] = nn.Parameter(value.reshape(shape).contiguous(), requires_grad=False)

@@ -9,11 +9,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from pdconvert.blocks import RMSNorm, rewrite
+from pdconvert.blocks import RMSNorm
 from pdconvert.errors import InputError
 from pdconvert.program import Block
 from pdconvert.quant.grid import FP16_MAX
 from pdconvert.ranges import Ranges
+from pdconvert.rewriting import rewrite
 
 SMALLEST_MAXIMUM = 2.0**-13
 """Rows below this maximum are scaled by it instead: eps / max² stays finite in fp16, zero rows stay zero."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pdconvert.blocks import DecoderLayer, RMSNorm, rewrite
+from pdconvert.blocks import DecoderLayer, RMSNorm
 from pdconvert.errors import InputError
 from pdconvert.program import Block, Probe
 from pdconvert.quant.calibration import Calibration, mean_magnitudes
+from pdconvert.rewriting import rewrite, set_parameter
 
 STEPS = 20
 """Exponents that are tried: 0, 1/20, … 1."""
@@ -120,24 +121,20 @@ def with_scales(block: Block, scales: Mapping[str, Tensor]) -> Block:
             gain = (old / scale).half().float()
             kept = (gain == 0) | gain.isinf()
             gain, scale = torch.where(kept, old, gain), torch.where(kept, 1.0, old / gain)
-            _set(part, "weight", gain)
+            set_parameter(part, "weight", gain)
         else:
-            _set(part, "weight", part.weight.detach() / _along(scale, part.weight, 0))
+            set_parameter(part, "weight", part.weight.detach() / _along(scale, part.weight, 0))
             if part.bias is not None:
-                _set(part, "bias", part.bias.detach() / scale)
+                set_parameter(part, "bias", part.bias.detach() / scale)
         for path in readers:
             linear = module.get_submodule(path)
-            _set(linear, "weight", linear.weight.detach() * _along(scale, linear.weight, 1))
+            set_parameter(linear, "weight", linear.weight.detach() * _along(scale, linear.weight, 1))
         used[source] = scales[source]
     return replace(block, module=module, scales=MappingProxyType(used))
 
 
 def _along(scale: Tensor, weight: Tensor, axis: int) -> Tensor:
     return scale.view([-1 if index == axis else 1 for index in range(weight.dim())])
-
-
-def _set(part: Any, kind: str, value: Tensor) -> None:
-    part._parameters[kind] = nn.Parameter(value, requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ class Judge:
             part = block.module.get_submodule(path)
             if not isinstance(part, RMSNorm):
                 value = self.nearest(part.weight.detach().flatten(1), f"{block.name}.{path}.weight")
-                _set(part, "weight", value.view(part.weight.shape))
+                set_parameter(part, "weight", value.view(part.weight.shape))
         errors = [
             (block.run(probe)["hidden"] - hidden).square().sum()
             for probe, hidden in zip(self.probes, self.expected, strict=True)

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from pdconvert.blocks import rewrite
 from pdconvert.errors import InputError
 from pdconvert.program import Block
 from pdconvert.quant.grid import FP16_MAX
 from pdconvert.ranges import Ranges
+from pdconvert.rewriting import rewrite
 
 HEADROOM = 4.0
 """By how much other text may exceed the measured peak: two bits."""

@@ -7,7 +7,6 @@ have, so that a check can run any intermediate form on the same probe.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from pdconvert.basis import Basis
 from pdconvert.model import LayerSpec, ModelSpec, Norms, Rope
+from pdconvert.rewriting import rewrite
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
@@ -46,22 +46,6 @@ class Layout:
     raw_keys: bool = False
     residual: float = 1.0
     basis: Basis | None = None
-
-
-def rewrite(module: nn.Module, change: Callable[[nn.Module], nn.Module | None]) -> Any:
-    """A new module tree in which `change(child)` replaces every module it returns a module for.
-
-    Parameters and buffers are shared with the original, which is left as it was. Children are
-    rewritten before their parents, so `change` sees the new children.
-    """
-    new = copy.copy(module)
-    new.__dict__ = dict(module.__dict__)
-    new._parameters = dict(module._parameters)
-    new._buffers = dict(module._buffers)
-    new._modules = {
-        name: None if child is None else rewrite(child, change) for name, child in module._modules.items()
-    }
-    return change(new) or new
 
 
 class RMSNorm(nn.Module):

@@ -36,6 +36,11 @@ INSTEAD = "set PDCONVERT_CACHE to another folder, or use --no-cache"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
+def content_key(*inputs: object) -> str:
+    """The key of work that depends on these inputs: plain data, or values whose `str` says all of them."""
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+
+
 class Cache:
     """A directory of entries, least recently used first out.
 

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pdconvert.basis import Basis, into
+from pdconvert.cache import content_key
 from pdconvert.calibrate import Flow
 from pdconvert.fixed_values import SCALES, with_fixed
 from pdconvert.forms import Forms, plain_head, plain_layer
@@ -32,6 +33,7 @@ from pdconvert.observe import Calls, histograms, projections, watch_linears
 from pdconvert.program import Block, Pass, Probe, Step, check_family, run_passes
 from pdconvert.quant.grid import quantize_symmetric
 from pdconvert.quant.store import Stored, dequantized, load_block, save_block
+from pdconvert.recipe.passes import quantizer_of
 from pdconvert.reference import Reference
 from pdconvert.sources.files import sha256_file
 
@@ -138,8 +140,6 @@ class Compiler:
 
     def compile(self, cache: Cache) -> Iterator[CompiledBlock]:
         """Yield the embedding, every layer and the head, in order; what the cache has is not done again."""
-        from passes import QuantizeWeights
-
         base = self._base_key()
         steps = [("embedding", self._embedding), *((f"layers.{i}", self._layer) for i in range(self.depth))]
         done: list[CompiledBlock] = []
@@ -149,7 +149,7 @@ class Compiler:
             lambda: dequantized(done[0].tensors()["weight"]),
             self.device,
             self.basis,
-            next(item for item in self.passes if isinstance(item, QuantizeWeights)).nearest,
+            quantizer_of(self.passes).nearest,
         )
         for index, (name, work) in enumerate([*steps, ("head", self._head)]):
             key = hashlib.sha256(f"{base}:{name}".encode()).hexdigest()
@@ -208,7 +208,7 @@ class Compiler:
             "calibration": [self.calibration_ids, self.device],
             "fixed": [sha256_file(path) for _, paths in sorted(self.fixed.items()) for path in paths],
         }
-        return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+        return content_key(inputs)
 
     def _embedding(self, folder: Path, index: int, streams: Streams | None) -> None:
         reference = self.reference

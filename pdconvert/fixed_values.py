@@ -9,11 +9,11 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from pdconvert.blocks import rewrite
 from pdconvert.program import Block, Pass
 from pdconvert.quant.store import Stored, dequantized, load_block
+from pdconvert.rewriting import rewrite, set_parameter
 
 SCALES = "scales.safetensors"
 """Beside a block's stored tensors: the scales that scale_channels chose."""
@@ -48,7 +48,7 @@ class FixedValues:
         for name, old in block.module.named_parameters():
             path, _, kind = name.rpartition(".")
             value = dequantized(self.values[name]).view(old.shape)
-            module.get_submodule(path)._parameters[kind] = nn.Parameter(value, requires_grad=False)
+            set_parameter(module.get_submodule(path), kind, value)
         records = {name: value for name, value in self.values.items() if not isinstance(value, Tensor)}
         return replace(block, module=module, records=MappingProxyType(records))
 

@@ -55,7 +55,7 @@ def watch_linears(module: nn.Module) -> Iterator[Calls]:
     calls = Calls()
 
     def keep(path: str, inputs: tuple[Any, ...], output: Any) -> None:
-        calls.inputs[path], calls.outputs[path] = _rows(inputs[0]), _rows(output)
+        calls.inputs[path], calls.outputs[path] = channels_last(inputs[0]), channels_last(output)
 
     hooks = [
         part.register_forward_hook(lambda _, inputs, output, path=path: keep(path, inputs, output))
@@ -148,7 +148,7 @@ def _codes(record: Record, every: int) -> dict[str, Any]:
     }
 
 
-def _rows(x: Tensor) -> Tensor:
+def channels_last(x: Tensor) -> Tensor:
     """Channels last, (1, S, C), of those or of (1, C, 1, S)."""
     return x if x.dim() < 4 else x[:, :, 0].transpose(1, 2)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from pdconvert import families, text
 from pdconvert.basis import Basis
 from pdconvert.blocks import stream_inputs
+from pdconvert.cache import content_key
 from pdconvert.compile import Compiler, code_hash
 from pdconvert.errors import InputError
 from pdconvert.fit import windows_of_calibration
@@ -293,8 +292,7 @@ def resolve_passes(plan: Plan, texts: Texts, cache: Cache, hashes: dict[str, str
 
 def _ranges(plan: Plan, texts: Texts, cache: Cache, hashes: dict[str, str]) -> Ranges:
     """The ranges of the checkpoint on this build's texts, measured once."""
-    inputs = [code_hash(), hashes, plan.source.config, texts.probe, texts.windows, plan.basis]
-    key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+    key = content_key(code_hash(), hashes, plan.source.config, texts.probe, texts.windows, plan.basis)
     folder = cache.get(key)
     if folder is None:
         reference = Reference(plan.source, plan.family, plan.spec)

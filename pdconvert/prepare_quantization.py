@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdconvert import calibrate, text
+from pdconvert.cache import content_key
 from pdconvert.compile import code_hash
 from pdconvert.errors import InputError
 from pdconvert.layer_tensors import block_shapes
 from pdconvert.quant.store import save_block
-from pdconvert.recipe.passes import calibrated
+from pdconvert.recipe.passes import calibrated, quantizer_of
 from pdconvert.reference import Reference
 from pdconvert.self_writing import write_sequences
 from pdconvert.sources.files import sha256_file
@@ -54,8 +54,7 @@ def calibration_tokens(
         calibrate.refuse_held_out(path, found, tokenizer.encode(text.held_out()[0]))
     else:
         reference = Reference(plan.source, plan.family, plan.spec)
-        inputs = [code_hash(), hashes, plan.source.config, lengths, wanted.seed, device]
-        key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+        key = content_key(code_hash(), hashes, plan.source.config, lengths, wanted.seed, device)
 
         def write(folder: Path) -> None:
             ids = write_sequences(reference, lengths, wanted.seed, device, track)
@@ -90,8 +89,7 @@ def allocate_bits(
         return plan
     plain = replace(quantizer, budget={})
     before = plan.shared_passes[: plan.shared_passes.index(quantizer)]
-    inputs = [code_hash(), hashes, plan.source.config, repr(before), repr(plain), sequences, device]
-    key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+    key = content_key(code_hash(), hashes, plan.source.config, repr(before), repr(plain), sequences, device)
 
     def write(folder: Path) -> None:
         reference = Reference(plan.source, plan.family, plan.spec)
@@ -136,21 +134,20 @@ def learned_layers(
     track: Callable[[Iterator[int]], Iterator[int]],
 ) -> Path:
     """A folder with the layers' stored tensors after learning, one file each, kept by what they are from."""
-    from passes import QuantizeWeights
     from pdconvert.learn import learn
 
-    quantizer = next(item for item in compiler.passes if isinstance(item, QuantizeWeights))
+    quantizer = quantizer_of(compiler.passes)
     files = [sha256_file(block.folder / "tensors.safetensors") for block in blocks]
-    inputs = [
+    folded = compiler.forms.folded_gains()
+    key = content_key(
         code_hash(),
         compiler.source_hashes,
         files,
         repr(quantizer),
         compiler.calibration_ids,
         compiler.device,
-        sorted(compiler.forms.folded_gains()),
-    ]
-    key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+        sorted(folded),
+    )
 
     def write(folder: Path) -> None:
         embedding, *layers, head = blocks
@@ -162,7 +159,7 @@ def learned_layers(
             compiler.calibration_ids,
             steps=quantizer.learning_steps,
             rate=quantizer.learning_rate,
-            folded=compiler.forms.folded_gains(),
+            folded=folded,
             device=compiler.device,
             track=track,
         )

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pdconvert.basis import into, out_of
 from pdconvert.blocks import Head, KeysValuesLayer, Layout, rotate
@@ -19,6 +19,7 @@ from pdconvert.ledger import Step
 from pdconvert.measure import sqnr_db
 from pdconvert.model import LayerSpec
 from pdconvert.quant.grid import Record
+from pdconvert.rewriting import set_parameter
 
 if TYPE_CHECKING:
     from pdconvert.quant.calibration import Calibration
@@ -176,7 +177,7 @@ class Block:
         """
         path, _, kind = name.rpartition(".")
         part = module.get_submodule(path)
-        part._parameters[kind] = nn.Parameter(part._parameters[kind].detach() * factor, requires_grad=False)
+        set_parameter(part, kind, part._parameters[kind].detach() * factor)
         factors = {**self.factors, name: self.factors.get(name, 1.0) * factor}
         return replace(self, module=module, factors=MappingProxyType(factors))
 

@@ -10,11 +10,11 @@ from checkpoints import head_block, layer_block, one_thread, probe_of, random_so
 from torch import Tensor
 
 from passes import LinearToConv2d, TruncateLastLayer
-from pdconvert.blocks import rewrite
 from pdconvert.errors import InputError
 from pdconvert.families import llama
 from pdconvert.program import FAMILY_FLOOR_DB, MASKED, Block, Probe, Step, check_family, run_passes, worst_db
 from pdconvert.reference import Reference
+from pdconvert.rewriting import rewrite
 
 __all__ = ["one_thread"]
 

@@ -14,6 +14,7 @@ from pdconvert.prepare import Plan, make_forms
 from pdconvert.program import Block, Pass
 from pdconvert.quant.grid import QuantizedLinear
 from pdconvert.quant.store import DecodeStored, Stored
+from pdconvert.recipe.passes import quantizer_of
 
 if TYPE_CHECKING:
     from passes import QuantizeWeights
@@ -56,7 +57,7 @@ def weightless_blocks(
 
     spec, decode = plan.spec, plan.recipe.decode
     chosen = plan.shared_passes if passes is None else passes
-    quantizer = next(item for item in chosen if isinstance(item, QuantizeWeights))
+    quantizer = quantizer_of(chosen)
 
     def matrices(bits: int | None) -> QuantizeWeights:
         """Of embedding or head."""

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdconvert.blocks import Head, rewrite
+from pdconvert.blocks import Head
 from pdconvert.errors import InputError
 from pdconvert.lowering.contract import ContractForm, FunctionShape, example_inputs
 from pdconvert.program import Block
+from pdconvert.rewriting import rewrite
 
 PREFIX = "block."
 

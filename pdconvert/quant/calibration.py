@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pdconvert.observe import channels_last
 from pdconvert.program import Block, Probe
 
 LINEAR = (nn.Linear, nn.Conv2d)
@@ -157,4 +158,4 @@ class _watching:
 
 def _rows(x: Tensor) -> Tensor:
     """A linear's input, (1, S, I) or (1, I, 1, S), as rows (S, I)."""
-    return x[0] if x.dim() == 3 else x[0, :, 0].T
+    return channels_last(x)[0]

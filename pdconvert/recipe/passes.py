@@ -6,12 +6,15 @@ import dataclasses
 import typing
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError, create_model
 
 from pdconvert.errors import InputError
 from pdconvert.recipe.strict import Strict, fail, first_error, near_miss
+
+if TYPE_CHECKING:
+    from passes import QuantizeWeights
 
 
 @cache
@@ -112,6 +115,13 @@ def dump_passes(values: Iterable[Any]) -> list[Any]:
 def quantizes(values: Iterable[Any]) -> bool:
     """Whether the passes leave quantized weights."""
     return any(value.name == "quantize_weights" and value.scheme != "none" for value in values)
+
+
+def quantizer_of(values: Iterable[Any]) -> QuantizeWeights:
+    """The pass that quantizes weights, or leaves them in fp16, of a plan's passes, which have one."""
+    from passes import QuantizeWeights
+
+    return next(value for value in values if isinstance(value, QuantizeWeights))
 
 
 def calibrated(values: Iterable[Any]) -> bool:
