@@ -17,6 +17,7 @@ from pdconvert import calibrate
 from pdconvert.cache import open_cache
 from pdconvert.cases import make_cases
 from pdconvert.checks import verdict
+from pdconvert.collection import uncollected
 from pdconvert.compile import CompiledBlock, Compiler, StoredBlock
 from pdconvert.emit.manifest import Cost, Emitted, manifest, write_json
 from pdconvert.emit.mlx import check_store_equality, write_decode_folder
@@ -250,9 +251,10 @@ def _write_packages(
     lowering = Lowering(plan.spec, skeletons, lambda name: by_name[name].tensors(), target, plan.interface)
     for index, part in enumerate(parts):
         path = folder / part_path(index, len(parts))
-        write_package(
-            path, lowering.program(plan.shapes, part), target, {"pdconvert.recipe": plan.recipe.name}
-        )
+        with uncollected():
+            program = lowering.program(plan.shapes, part)
+            write_package(path, program, target, {"pdconvert.recipe": plan.recipe.name})
+        del program
         gc.collect()  # a program's blocks, ops and values refer to each other, and hold all its weights
 
 

@@ -321,7 +321,8 @@ def make_texts(plan: Plan, tokenizer: Tokenizer | None) -> Texts:
     if plan.source.random:
         return Texts(probe, (), split, prompts, "")
     held_out, digest = text.held_out()
-    width, count = min(2 * split, plan.spec.max_positions), plan.recipe.probe.eval_windows
+    # As many tokens are scored whatever the functions reach, so that gates mean the same in every build.
+    width, count = min(split + chunk, plan.spec.max_positions), plan.recipe.probe.eval_windows
     ids = tokenizer.encode(held_out)
     if width <= split:
         raise InputError(

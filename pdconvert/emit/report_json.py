@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from pdconvert import schema
 from pdconvert.compile import step_to_json
 from pdconvert.executors.mil.package import Package
-from pdconvert.executors.mil.view import view_package
+from pdconvert.executors.mil.view import PackageView, view_package
 from pdconvert.forensics import block_and_scope
 from pdconvert.inspect_package import folder_bytes
-from pdconvert.lint.report import lint_path
+from pdconvert.lint.report import lint_views
 from pdconvert.split import part_path
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ def report(
     """
     plan = emitted.plan
     seen = {block.name: block.observations() for block in emitted.blocks}
+    paths = [folder / part_path(index, len(emitted.parts)) for index in range(len(emitted.parts))]
+    packages = [view_package(Package.open(path)) for path in paths]
     positions = _positions(proof.scores, emitted.texts.split) if proof.scores else None
     return {
         "schema": schema.SCHEMA,
@@ -52,8 +54,8 @@ def report(
         "fit": plain(proof.fit.to_json()) if proof.fit else None,
         "weights": plain(_rows(seen, "weights")),
         "samples": plain(proof.samples),
-        "sizes": _sizes(folder, emitted),
-        "lint": _lint(folder),
+        "sizes": _sizes(folder, emitted, packages),
+        "lint": _lint(folder, packages),
         "cost": {
             "seconds": round(cost.seconds, 1),
             "peak_bytes": cost.peak_bytes,
@@ -90,12 +92,12 @@ def _positions(scores: tuple[Scores, Scores], first: int) -> dict[str, Any]:
     }
 
 
-def _lint(folder: Path) -> dict[str, Any]:
-    found = lint_path(folder).to_json()
+def _lint(folder: Path, packages: Sequence[PackageView]) -> dict[str, Any]:
+    found = lint_views(folder, packages).to_json()
     return {key: found[key] for key in ("verdict", "chips", "systems", "counts", "findings", "note")}
 
 
-def _sizes(folder: Path, emitted: Emitted) -> dict[str, Any]:
+def _sizes(folder: Path, emitted: Emitted, packages: Sequence[PackageView]) -> dict[str, Any]:
     """Bytes on disk by half, and weights and bytes by part of the model."""
     weights: Counter[str] = Counter()
     for block in emitted.blocks:
@@ -103,11 +105,9 @@ def _sizes(folder: Path, emitted: Emitted) -> dict[str, Any]:
             weights[_part(f"{block.name}.{name}")] += math.prod(value.shape)
     if emitted.plan.tied:  # the head's weights are the embedding's
         del weights["head"]
-    package, decode = _package_bytes(folder, len(emitted.parts)), _decode_bytes(folder / "decode")
+    package, decode = _package_bytes(packages), _decode_bytes(folder / "decode")
     return {
-        "package_bytes": sum(
-            folder_bytes(folder / part_path(index, len(emitted.parts))) for index in range(len(emitted.parts))
-        ),
+        "package_bytes": sum(folder_bytes(view.package.path) for view in packages),
         "decode_bytes": folder_bytes(folder / "decode"),
         "test_vectors_bytes": folder_bytes(folder / "test_vectors"),
         "parts": [
@@ -123,11 +123,11 @@ def _sizes(folder: Path, emitted: Emitted) -> dict[str, Any]:
     }
 
 
-def _package_bytes(folder: Path, count: int) -> Counter[str]:
+def _package_bytes(packages: Sequence[PackageView]) -> Counter[str]:
     """Bytes in the weight files by part; a record that several functions name counts once."""
     found: dict[tuple[int, str, int], tuple[str, int]] = {}
-    for index in range(count):
-        for function in view_package(Package.open(folder / part_path(index, count))).functions:
+    for index, package in enumerate(packages):
+        for function in package.functions:
             for op in function.ops:
                 if op.is_constant:
                     continue

@@ -90,7 +90,7 @@ class Weight:
     def rows(self, index: Any) -> Tensor:
         """Rows (R, I) in fp32, for a slice or an array of row numbers."""
         if not self._bits:
-            return torch.from_numpy(self._values[index].astype(np.float32, copy=False))
+            return torch.from_numpy(self._values[index]).float()
         codes = torch.from_numpy(unpack_words(self._values[index], self._bits))
         scales, biases = self._scales[index], self._biases[index]
         grouped = codes.view(len(codes), scales.shape[1], -1).float()

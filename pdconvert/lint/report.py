@@ -110,10 +110,16 @@ def lint_path(path: Path, targets: Sequence[str] = (), rules: Sequence[Rule] = R
     Raises:
         InputError: neither lies there, a part is missing or damaged, or a target is unknown.
     """
-    packages = packages_of(path)
-    views = [view_package(Package.open(package)) for package in packages]
+    views = [view_package(Package.open(package)) for package in packages_of(path)]
+    return lint_views(path, views, targets, rules)
+
+
+def lint_views(
+    path: Path, views: Sequence[PackageView], targets: Sequence[str] = (), rules: Sequence[Rule] = RULES
+) -> Report:
+    """Check the packages of a path that were read before; the rest as in `lint_path`."""
     chosen = read_targets(targets, max(view.system for view in views))
-    return Report(path, packages, chosen, list(find(views, chosen, rules)))
+    return Report(path, [view.package.path for view in views], chosen, list(find(views, chosen, rules)))
 
 
 def find(

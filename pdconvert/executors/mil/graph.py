@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pdconvert.collection import uncollected
 from pdconvert.errors import InputError
 from pdconvert.executors.mil.fuse import Parts, fuse
 from pdconvert.executors.mil.liveness import Liveness
@@ -49,7 +50,8 @@ class PlanBuilder:
         self._steps: list[Step] = []
         self._inputs: dict[str, int] = {}
         self._outputs: dict[str, int] = {}
-        self._read()
+        with uncollected():
+            self._read()
 
     @property
     def weight_bytes(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pdconvert.collection import uncollected
 from pdconvert.errors import InputError
 from pdconvert.executors.mil import dtypes
 from pdconvert.executors.mil.op_types import check_known
@@ -207,7 +208,8 @@ def view_package(package: Package) -> PackageView:
         InputError: the program does not hold together, has an op that MIL does not know, or a weight file is
             missing.
     """
-    functions = [_Reader(package, name).read() for name in package.function_names]
+    with uncollected():
+        functions = [_Reader(package, name).read() for name in package.function_names]
     files = {blob.path.name: blob.size_bytes for blob in package.blobs.values()}
     return PackageView(package, functions, SYSTEMS[package.spec.specificationVersion], files)
 
