@@ -231,7 +231,7 @@ def evaluate(
     for index in track(iter(range(windows))):
         window = chosen[index]
         own, given = decode.new_cache(), decode.new_cache(prefill.run(window[:half]))
-        decode.logits(window[: half - 1], own)
+        decode.take_up(window[: half - 1], own)
         noise.add(own, given)
         expected = reference.logits(hidden[index, half - 1 : -1], head)
         for name, cache in (("pair", given), ("mlx", own)):

@@ -271,7 +271,9 @@ def _compared(
     decode: DecodeModel, expected: Tensor, fed: Sequence[int], kv: KeysValues | None = None
 ) -> tuple[Tensor, Tensor]:
     """KLD and equality of choices at the last positions, (n,) each."""
-    logits = torch.from_numpy(decode.logits(list(fed), decode.new_cache(kv)))[-len(expected) :]
+    cache, count = decode.new_cache(kv), len(expected)
+    decode.take_up(fed[:-count], cache)
+    logits = torch.from_numpy(decode.logits(fed[-count:], cache))
     return kl_divergence_nats(expected, logits), logits.argmax(-1) == expected.argmax(-1)
 
 

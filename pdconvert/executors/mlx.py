@@ -131,12 +131,32 @@ class DecodeModel:
         Returns:
             (n, V) fp32.
         """
+        return self._run(lambda: self._logits(ids, cache))
+
+    def take_up(self, ids: Sequence[int], cache: list[Any]) -> None:
+        """Put tokens into the caches whose logits nobody asks for: `logits` without the head.
+
+        Args:
+            ids: token ids; none are none.
+            cache: from `new_cache`.
+        """
+        if ids:
+            self._run(lambda: self._take_up(ids, cache))
+
+    def _run(self, action: Callable[[], Any]) -> Any:
         if self.products == "quantized":
-            return self._on_device(lambda: self._logits(ids, cache))
+            return self._on_device(action)
         from pdconvert.executors.mlx_products import torch_attention
 
         with torch_attention(self.model):
-            return self._on_device(lambda: self._logits(ids, cache))
+            return self._on_device(action)
+
+    def _take_up(self, ids: Sequence[int], cache: list[Any]) -> None:
+        import mlx.core as mx
+
+        body = getattr(self.model, "model", self.model)  # mlx-lm's models without a head of their own name
+        body(mx.array([list(ids)]), cache=cache)
+        mx.eval([held.state for held in cache])
 
     def _logits(self, ids: Sequence[int], cache: list[Any]) -> np.ndarray:
         import mlx.core as mx

@@ -113,6 +113,11 @@ def test_a_build_passes_and_its_pair_says_what_hugging_face_says(
     got = torch.from_numpy(decode.logits(fed, decode.new_cache()))
     assert worst_db({"logits": expected}, {"logits": got}) >= 50
 
+    cache, seen = decode.new_cache(), len(PROMPT) - 1
+    decode.take_up(fed[:seen], cache)
+    rest = torch.from_numpy(decode.logits(fed[seen:], cache))
+    assert worst_db({"logits": expected[seen:]}, {"logits": rest}) >= 50
+
     cache = decode.new_cache(open_prefill(shipped, "mil", "fp16").run(PROMPT))
     pair = torch.from_numpy(decode.logits([PROMPT[-1], *wanted[:-1]], cache))
     tail = expected[len(PROMPT) - 1 :]
