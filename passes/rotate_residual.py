@@ -24,7 +24,8 @@ class RotateResidual:
     Rows of the embedding are multiplied by Q, and those of the head after the final norm's gain, so that a head that
     was tied to the embedding becomes a matrix of its own in both halves. Q is a randomised Hadamard matrix where the
     width allows it, else the orthogonal factor of a Gaussian one. The norms keep a gain, of ones, which learning may
-    move; fold_norm_gain after this pass takes it out of the graph. It comes before quantize_weights.
+    move; fold_norm_gain after this pass takes it out of the graph. It comes before quantize_weights, and pays with
+    `rounding: gptq`: rounding to nearest loses more in the turned stream than before.
 
     Source: Ashkboos et al., "QuaRot" (arXiv:2404.00456), of which this is the offline part.
 
