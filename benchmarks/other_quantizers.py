@@ -26,7 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -230,7 +230,7 @@ class Results:
         if self.path is not None and self.path.exists():
             content = json.loads(self.path.read_text())
             if content["about"] != self.about:
-                raise InputError(f"{self.path} holds rows of another checkpoint, text or windows")
+                raise InputError(f"{self.path} holds rows of another checkpoint, text, windows or version")
             self.rows = content["rows"]
 
     def put(self, name: str, row: dict[str, Any]) -> None:
@@ -320,6 +320,7 @@ def main() -> None:
         "source": HfDirSource(args.folder).hashes(),
         "text": hashlib.sha256(held_out.encode()).hexdigest(),
         "windows": [args.windows, args.width],
+        "figures": [part.name for part in fields(Score)],
     }
     methods = [method for method in METHODS if args.only is None or method.name in args.only]
     methods += [

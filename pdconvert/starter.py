@@ -63,7 +63,7 @@ SPLIT = f"""\
 """
 
 QUANTIZED = """\
-  - quantize_weights:      # 8 bits, one scale per output channel
+  - quantize_weights:      # 8 bits, one scale per output channel; for 4 bits see docs/quantization.md
       scheme: w8a16
 """
 

@@ -171,7 +171,7 @@ def test_rows_are_kept_and_failures_listed(bench, base, tmp_path, capsys):
         "| a tool | 4.50 | 0.0000 ± 0.0000 | 0.00 | 100.0 % | 100.0 % | × 1.000 ± 0.000 |"
     )
     assert shown[3].startswith("| another | did not run: NotImplementedError: not on a CPU |")
-    with pytest.raises(InputError, match="rows of another checkpoint, text or windows"):
+    with pytest.raises(InputError, match="rows of another checkpoint, text, windows or version"):
         bench.Results(file, {"text": "y"})
 
 
