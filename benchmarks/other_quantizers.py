@@ -19,7 +19,6 @@ coremltools' k-means needs scikit-learn, which pdconvert does not install.
 """
 
 import argparse
-import hashlib
 import json
 import sys
 import time
@@ -312,13 +311,13 @@ def main() -> None:
     args = parser.parse_args()
 
     tokenizer = Tokenizer(args.folder)
-    held_out = text.held_out()[0] if args.text is None else text.read(args.text, "--text")
-    windows = windows_of(tokenizer.encode(held_out), args.windows, args.width)
+    scored, digest = text.to_score(args.text)
+    windows = windows_of(tokenizer.encode(scored), args.windows, args.width)
     lengths = [args.length] * args.sequences
     sequences = read_sequences(args.calibration, tokenizer, lengths) if args.calibration else []
     about = {
         "source": HfDirSource(args.folder).hashes(),
-        "text": hashlib.sha256(held_out.encode()).hexdigest(),
+        "text": digest,
         "windows": [args.windows, args.width],
         "figures": [part.name for part in fields(Score)],
     }

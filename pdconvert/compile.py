@@ -152,7 +152,7 @@ class Compiler:
             quantizer_of(self.passes).nearest,
         )
         for index, (name, work) in enumerate([*steps, ("head", self._head)]):
-            key = hashlib.sha256(f"{base}:{name}".encode()).hexdigest()
+            key = content_key(base, name)
             folder = cache.get(key)
             if folder is None:
                 before = done[-1].streams() if done else None

@@ -8,7 +8,6 @@ windows of held-out text ─► source, layer by layer, fp32 ──────�
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,7 +30,6 @@ from pdconvert.sources import open_source
 
 if TYPE_CHECKING:
     from pdconvert.executors.mlx import DecodeModel
-    from pdconvert.runtime.tokenizer import Tokenizer
 
 TOP = 5
 
@@ -221,7 +219,8 @@ def evaluate(
     reference = _reference(build, content, source)
     prefill = open_prefill(manifest, executor, "fp16")
     half = _half(width, prefill.limit - 1, reference.spec.max_positions)
-    ids, digest = _text(Tokenizer(manifest.decode), text_file)
+    scored, digest = text.to_score(text_file)
+    ids = Tokenizer(manifest.decode).encode(scored)
     chosen = windows_of(ids, windows, 2 * half)
     hidden = reference_hidden(reference, chosen)
     head = reference.head_tensors()
@@ -293,11 +292,3 @@ def _fit(build: Path, reference: Reference, decode: DecodeModel, held_out: Tenso
     half = len(windows[0]) // 2
     seen = measure_alone(decode, windows, lambda index: reference.logits(hidden[index, half:], head))
     return Fit.of(seen.kld, held_out).to_json()
-
-
-def _text(tokenizer: Tokenizer, path: Path | None) -> tuple[list[int], str]:
-    if path is None:
-        content, digest = text.held_out()
-        return list(tokenizer.encode(content)), digest
-    content = text.read(path, "--text")
-    return list(tokenizer.encode(content)), hashlib.sha256(content.encode()).hexdigest()

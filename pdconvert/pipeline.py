@@ -252,9 +252,9 @@ def _write_packages(
     for index, part in enumerate(parts):
         path = folder / part_path(index, len(parts))
         with uncollected():
-            program = lowering.program(plan.shapes, part)
-            write_package(path, program, target, {"pdconvert.recipe": plan.recipe.name})
-        del program
+            write_package(
+                path, lowering.program(plan.shapes, part), target, {"pdconvert.recipe": plan.recipe.name}
+            )
         gc.collect()  # a program's blocks, ops and values refer to each other, and hold all its weights
 
 

@@ -33,6 +33,18 @@ def held_out() -> tuple[str, str]:
     return text, hashlib.sha256(text.encode()).hexdigest()
 
 
+def to_score(path: Path | None) -> tuple[str, str]:
+    """Text to score a build on and its SHA-256: that of the file named by `--text`, or the held-out one.
+
+    Raises:
+        InputError: the file cannot be read, or is not UTF-8.
+    """
+    if path is None:
+        return held_out()
+    content = read(path, "--text")
+    return content, hashlib.sha256(content.encode()).hexdigest()
+
+
 def read(path: Path, option: str) -> str:
     """The content of a text file that a user names.
 

@@ -14,7 +14,7 @@ from pdconvert.errors import InputError
 from pdconvert.families import llama
 from pdconvert.program import FAMILY_FLOOR_DB, MASKED, Block, Probe, Step, check_family, run_passes, worst_db
 from pdconvert.reference import Reference
-from pdconvert.rewriting import rewrite
+from pdconvert.rewriting import rewrite, set_parameter
 
 __all__ = ["one_thread"]
 
@@ -57,7 +57,7 @@ class Recorded:
         self.note("run")
         module = rewrite(block.module, lambda part: None)
         gain = module.input_layernorm.weight + self.add
-        module.input_layernorm._parameters["weight"] = torch.nn.Parameter(gain, requires_grad=False)
+        set_parameter(module.input_layernorm, "weight", gain)
         return replace(block, module=module)
 
     def ensures(self, before: Block, after: Block) -> None:

@@ -154,7 +154,7 @@ class DecodeModel:
     def _take_up(self, ids: Sequence[int], cache: list[Any]) -> None:
         import mlx.core as mx
 
-        body = getattr(self.model, "model", self.model)  # mlx-lm's models without a head of their own name
+        body = getattr(self.model, "model", self.model)  # what comes before mlx-lm's head
         body(mx.array([list(ids)]), cache=cache)
         mx.eval([held.state for held in cache])
 

@@ -12,7 +12,7 @@ from pdconvert.blocks import Head
 from pdconvert.errors import InputError
 from pdconvert.lowering.contract import ContractForm, FunctionShape, example_inputs
 from pdconvert.program import Block
-from pdconvert.rewriting import rewrite
+from pdconvert.rewriting import rewrite, set_parameter
 
 PREFIX = "block."
 
@@ -58,9 +58,7 @@ def export_block(block: Block, rope_dims: int, shape: FunctionShape) -> BlockGra
     def to_meta(part: nn.Module) -> None:
         for name, value in part._parameters.items():
             if value is not None:
-                part._parameters[name] = nn.Parameter(
-                    torch.empty_like(value, device="meta"), requires_grad=False
-                )
+                set_parameter(part, name, torch.empty_like(value, device="meta"))
 
     skeleton = rewrite(block.module, to_meta)
     for part in skeleton.modules():

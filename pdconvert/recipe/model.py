@@ -214,8 +214,8 @@ class Probe(Strict):
 
     Attributes:
         text: the text whose tokens go through every block; left out, the project's own.
-        eval_windows: windows of held-out text over which KLD and top-1 are taken: each has what the first function
-            and one more chunk prefill, and one chunk of tokens that are scored.
+        eval_windows: windows of held-out text over which KLD and top-1 are taken: of each, one call is prefilled, or
+            two where a function has a past, and as many tokens as one call takes are scored.
     """
 
     text: str | None = Field(default=None, min_length=1)

@@ -13,6 +13,7 @@ from pdconvert.measure import sqnr_db
 from pdconvert.program import Block, Probe
 from pdconvert.quant.grid import LutLinear
 from pdconvert.reference import Reference
+from pdconvert.rewriting import set_parameter
 
 MATRICES = {
     *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
@@ -138,7 +139,7 @@ def with_value(layer: Block, name: str, value: float) -> Block:
     path, _, kind = name.rpartition(".")
     changed = block.module.get_parameter(name).detach().clone()
     changed.view(-1)[3] = value
-    block.module.get_submodule(path)._parameters[kind] = nn.Parameter(changed, requires_grad=False)
+    set_parameter(block.module.get_submodule(path), kind, changed)
     return block
 
 
