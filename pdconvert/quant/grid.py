@@ -15,6 +15,8 @@ from pdconvert.quant.packing import BLOCK_SCALE_BITS
 FP16_MAX = 65504.0
 TINIEST_SCALE = 2.0**-24
 """The smallest positive fp16 number; rows below it get all-zero codes."""
+SMALLEST_NORMAL = 2.0**-14
+"""Below it fp16 numbers are multiples of `TINIEST_SCALE`."""
 
 EXACT_BITS = 7
 """Significant bits of the scales of all grids but the symmetric one of 8 bits. A 4-bit code times such a scale is an
@@ -174,8 +176,9 @@ def quantize_symmetric(weight: Tensor, bits: int, name: str, group: int = 0) -> 
     """Round to nearest on a symmetric grid with fp16 scales.
 
     The scale is absmax / (2^(bits−1) − 1) rounded to fp16, and codes are chosen for the rounded scale. Among
-    fp16's subnormals rounding can lower the scale so far that the largest weight is out of reach; there it is
-    rounded up. So no value is off by more than half a scale.
+    fp16's subnormals, which are few, it is the next number above where rounding leaves the largest weight out of
+    reach, and where the weights lie on that number's grid alone. So no value is off by more than half a scale, and what
+    was quantized before stays as it is.
 
     Args:
         weight: (O, I), fp32, finite.
@@ -190,12 +193,28 @@ def quantize_symmetric(weight: Tensor, bits: int, name: str, group: int = 0) -> 
     grouped = weight.reshape(rows, -1, group or columns)
     peaks = grouped.abs().amax(2)
     scales = (peaks / limit).clamp_min(TINIEST_SCALE).half()
-    short = scales.float() * (limit + 0.5) < peaks
-    scales = (scales.view(torch.int16) + short).view(torch.float16)  # the next fp16 number above, where short
+    few = scales < SMALLEST_NORMAL
+    scales[few] = _subnormal_scales(grouped[few], scales[few], limit)
     if scales.float().max() * (limit + 1) > FP16_MAX:
         raise InputError(
             f"{name}: weights up to {weight.abs().max().item():.4g} do not fit an fp16 grid of {bits} bits; "
             "leave quantize_weights out of the recipe for this model, or rescale the checkpoint"
         )
-    codes = (grouped / scales.float()[:, :, None]).round_().clamp_(-limit, limit).to(torch.int8)
+    codes = _codes(grouped, scales, limit).to(torch.int8)
     return QuantizedLinear(codes.view(rows, columns), scales, bits, group)
+
+
+def _codes(groups: Tensor, scales: Tensor, limit: int) -> Tensor:
+    """The nearest codes, fp32 (..., I), of weights (..., I) with fp16 scales (...)."""
+    return (groups / scales.float()[..., None]).round_().clamp_(-limit, limit)
+
+
+def _subnormal_scales(groups: Tensor, nearest: Tensor, limit: int) -> Tensor:
+    """Each scale, or the fp16 number above it, for weights (N, I) and the scales (N,) nearest to peak / limit."""
+    above = (nearest.view(torch.int16) + 1).view(torch.float16)
+    out_of_reach = nearest.float() * (limit + 0.5) < groups.abs().amax(1)
+    here, there = (
+        (_codes(groups, scales, limit) * scales.float()[:, None] == groups).all(1)
+        for scales in (nearest, above)
+    )
+    return torch.where(out_of_reach | (there & ~here), above, nearest)

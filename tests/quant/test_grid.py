@@ -64,6 +64,17 @@ def test_what_is_on_the_grid_stays_where_it_is(weight: Tensor, bits: int, group:
     assert torch.allclose(values, again, rtol=2**-10, atol=0)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_on_a_subnormal_grid_stays_where_it_is(bits: int) -> None:
+    """Every scale of up to 400 units: a largest code of 126 once looked like one of 127 with the scale below."""
+    limit = 2 ** (bits - 1) - 1
+    units = torch.arange(1, 400)[:, None] * TINIEST_SCALE
+    peaks = units * limit * torch.linspace(0.4, 1.004, 200)  # of rows whose scale is each unit, or nearly so
+    weight = torch.stack([peaks, peaks * 0.617, -peaks * 0.291], 2).flatten(0, 1)
+    values = quantize_symmetric(weight, bits, "w").dequantize()
+    assert torch.equal(quantize_symmetric(values, bits, "w").dequantize(), values)
+
+
 def test_zero_rows_stay_zero() -> None:
     record = quantize_symmetric(torch.zeros(3, 8), 8, "w")
     assert not record.codes.any() and torch.equal(record.dequantize(), torch.zeros(3, 8))
