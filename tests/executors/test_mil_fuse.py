@@ -11,6 +11,7 @@ import torch
 from mil_programs import mb, save_program
 
 from pdconvert.executors.mil import MilSession
+from pdconvert.executors.mil.plan import Step
 from pdconvert.executors.mil.trace import Tracer
 from pdconvert.executors.mil.weights import WeightCache
 from pdconvert.measure import sqnr_db
@@ -80,11 +81,16 @@ def save(path: Path, body: Body) -> MilSession:
     return MilSession(save_program(path / "p.mlpackage", INPUTS, body))
 
 
+def name_of(step: Step) -> str:
+    """Name of a function of `ops/fused.py`; of the op where another function computes it."""
+    fused = getattr(step.fn, "__module__", "").endswith("ops.fused")
+    return step.fn.__qualname__.partition(".")[0] if fused else step.info.op_type
+
+
 def kinds(session: MilSession) -> Counter[str]:
     """How often each function of `ops/fused.py` stands in the program."""
-    fns = [step.fn for step in session._fused.plan.steps]
-    own = [fn for fn in fns if getattr(fn, "__module__", "").endswith("ops.fused")]
-    return Counter(fn.__qualname__.partition(".")[0] for fn in own)
+    steps = session._fused.plan.steps
+    return Counter(name_of(step) for step in steps if name_of(step) != step.info.op_type)
 
 
 def by_op(session: MilSession, inputs: Mapping[str, np.ndarray] = INPUTS) -> dict[str, torch.Tensor]:
@@ -112,8 +118,37 @@ def test_a_layer(tmp_path: Path, bias: bool) -> None:
         "rms_norm": 2,
         "rotate": 2,
         "attend": 1,
-        "channels_inside": 3,  # cos, sin, mask
+        "channels_inside": 1,  # cos
+        "signed_halves": 1,  # sin
+        "finite_mask": 1,
     }
+    norms = [step for step in session._fused.plan.steps if name_of(step) == "rms_norm"]
+    assert [len(step.args) for step in norms] == [1, 1], "their gains went into the weights"
+
+
+def test_caches_that_are_outputs_are_filled_layer_by_layer(tmp_path: Path) -> None:
+    """What a layer's key is a view of is freed before the next layer runs, though the caches are joined at the end."""
+
+    def layers(v: Mapping[str, Any]) -> dict[str, Any]:
+        x, keys, flat = v["x"], [], []
+        for _ in range(3):
+            found = block({**v, "x": x})
+            x = found["out"]
+            keys.append(found["k"])
+            flat.append(mb.reshape(x=found["k"], shape=(1, GROUPS * DIM, 1, TOKENS)))
+        return {
+            "out": x,
+            "keys": mb.concat(values=keys, axis=1),
+            "twice": mb.concat(values=[flat[2], flat[0], flat[2]], axis=-3),
+            "woven": mb.concat(values=flat, axis=1, interleave=True),
+        }
+
+    session = save(tmp_path, layers)
+    assert_equal_up_to_rounding(session)
+    names = [name_of(step) for step in session._fused.plan.steps]
+    assert [names.count(name) for name in ("empty", "place", "attend")] == [2, 6, 3]
+    assert names.index("place") < names.index("attend")
+    assert names.count("concat") == 1, "the interleaved one"
 
 
 def test_every_op_is_seen_where_someone_looks(tmp_path: Path) -> None:
@@ -126,6 +161,22 @@ def test_every_op_is_seen_where_someone_looks(tmp_path: Path) -> None:
     assert len(session._fused.plan.steps) < len(traced) / 2
     for name, value in by_op(session).items():
         assert watched[name].equal(value)
+
+
+def test_a_model_gives_the_same_bits_wherever_it_is_cut(tmp_path: Path) -> None:
+    """The first half of the norms' inputs come from products, the second from outside, laid out another way."""
+
+    def halves(v: Mapping[str, Any]) -> dict[str, Any]:
+        x = mb.identity(x=block(v)["out"], name="between")
+        return {"between": x, "out": norm(x), "k": block({**v, "x": x})["k"]}
+
+    def second(v: Mapping[str, Any]) -> dict[str, Any]:
+        return {"out": norm(v["x"]), "k": block(v)["k"]}
+
+    whole = save(tmp_path, halves).run(INPUTS)
+    (tmp_path / "cut").mkdir()
+    cut = save(tmp_path / "cut", second).run({**INPUTS, "x": whole["between"]})
+    assert cut["out"].equal(whole["out"]) and cut["k"].equal(whole["k"])
 
 
 def test_fp16_mode_runs_op_by_op(tmp_path: Path) -> None:
@@ -165,6 +216,11 @@ def _mul(x: Any, y: Any) -> Any:
     return mb.mul(x=x, y=y)
 
 
+def _norm_read_elsewhere(v: Mapping[str, Any]) -> dict[str, Any]:
+    normed = norm(v["x"])
+    return {"out": conv(normed, 2, WIDE), "root": mb.relu(x=normed)}
+
+
 def _read_inside(v: Mapping[str, Any]) -> dict[str, Any]:
     gate = conv(v["x"], 2, WIDE)
     return {"gate": gate, "out": _mul(mb.silu(x=gate), conv(v["x"], 4, WIDE))}
@@ -201,11 +257,16 @@ KEPT: dict[str, tuple[Body, dict[str, int]]] = {
         {},
     ),
     "padding": (lambda v: {"out": conv(v["x"], 2, WIDE, pad_type="custom", pad=[0, 0, 1, 1])}, {}),
-    "a small product": (lambda v: {"out": conv(norm(v["x"]), 2, 4)}, {}),
+    "a small product": (lambda v: {"out": conv(norm(v["x"]), 2, 4)}, {"rms_norm": 1}),
+    "a norm that is read elsewhere": (_norm_read_elsewhere, {"product": 1, "rms_norm": 1}),
+    "an output of inputs alone": (lambda v: {"out": mb.concat(values=[v["x"], v["x"]], axis=1)}, {}),
     "an epsilon at the wrong place": (_normed(epsilon=0.01), {"product": 1}),
     "a norm over positions": (_normed(axis=3), {"product": 1}),
     "halves in the wrong order": (_rotated(swapped=True), {"product": 1}),
-    "halves in their order": (_rotated(), {"product": 1, "rotate": 1, "channels_inside": 2}),
+    "halves in their order": (
+        _rotated(),
+        {"product": 1, "rotate": 1, "channels_inside": 1, "signed_halves": 1},
+    ),
     "a plain norm": (_normed(), {"product": 1, "rms_norm": 1}),
 }
 

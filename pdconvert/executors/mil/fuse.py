@@ -1,17 +1,20 @@
 """Rewrite a plan's steps so that a run in fp32 mode makes fewer and faster calls.
 
 What the program says stays what is computed, rounding in fp32 apart; a traced run, a watched one and fp16 mode
-take the plan as it was, as does a session that keeps no weights. Only plans with a large product are rewritten.
-Before and after:
+take the plan as it was, as does a session that keeps no weights. Whether a rule applies depends on the ops that
+it names alone, so a model gives the same bits wherever it is cut into parts. Before and after:
 
+    concat of what several layers made      ->  each piece goes to its place when it is made, so that the larger
+                                                tensor of which it is a view is free for the next layer
     conv(x, a), conv(x, b), conv(x, c)      ->  one product with the weights joined and packed for oneDNN
     conv(x, a) then silu, add y or mul y    ->  one product that does this to its result
-    abs, reduce_max, maximum, ... , mul     ->  one RMSNorm (the form scaled by the row maximum)
+    abs, reduce_max, maximum, ... , mul     ->  one RMSNorm (the form scaled by the row maximum), whose gain goes
+                                                into the weights where only products read it
     mul, slices, negate, concat, mul, add   ->  one rotation (RoPE)
     matmul, add, softmax, matmul            ->  torch's attention, which holds no whole matrix of scores
 
 Products give their results with channels innermost in memory. Torch carries that layout through what follows,
-so it costs nothing; cosine, sine and mask are laid out the same way, once a run.
+so it costs nothing; cosine, sine and mask are prepared and laid out the same way, once a run.
 """
 
 import math
@@ -19,12 +22,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from pdconvert.executors.mil import dtypes
 from pdconvert.executors.mil.ops import fused
 from pdconvert.executors.mil.ops.products import LINEAR, SMALL
 from pdconvert.executors.mil.ops.row import OpRow
 from pdconvert.executors.mil.plan import Step
 from pdconvert.executors.mil.values import ValueInfo
-from pdconvert.executors.mil.weights import Joined, Static
+from pdconvert.executors.mil.weights import Folded, Joined, Static
 
 MIN_COLUMNS = 16
 """Positions from which a packed product is the faster one."""
@@ -110,10 +116,10 @@ class Parts:
 
 
 def fuse(parts: Parts) -> list[Step]:
-    """Return the steps rewritten; unchanged where no product is large, or where torch has no oneDNN."""
-    if LINEAR is None or not any(_columns(parts, step) for step in parts.steps):
+    """Return the steps rewritten; unchanged where torch has no oneDNN."""
+    if LINEAR is None:
         return parts.steps
-    for rule in (_norms, _rotations, _attention, _post_operations, _joined_products):
+    for rule in (_placed, _norms, _rotations, _attention, _post_operations, _joined_products):
         parts = parts.rewritten(rule(parts))
     return parts.steps
 
@@ -160,6 +166,38 @@ def _groups(parts: Parts, pattern: _Pattern) -> list[tuple[int, dict[str, int], 
     return groups
 
 
+def _placed(parts: Parts) -> dict[int, list[Step]]:
+    """A join of what several layers made: an empty tensor before the first piece, and a copy after each."""
+    changed: dict[int, list[Step]] = {}
+    for index, step in enumerate(parts.steps):
+        if (
+            step.kind != "op"
+            or step.info.op_type != "concat"
+            or step.dynamic
+            or step.params.get("interleave")
+        ):
+            continue
+        pieces, whole = step.args[0], step.outs[0]
+        if not all(slot in parts.maker and parts.infos[slot].is_static for slot in (*pieces, whole)):
+            continue
+        first = min(parts.maker[slot] for slot in pieces)
+        if not any(_columns(parts, between) for between in parts.steps[first + 1 : index]):
+            continue
+        info = parts.infos[whole]
+        axis = step.params["axis"] % len(info.shape)
+        make = parts.step(step, fused.empty(info.shape, getattr(torch, dtypes.BY_NAME[info.dtype].torch)), ())
+        changed[first] = [make, *changed.get(first, [parts.steps[first]])]
+        start = 0
+        for slot in pieces:
+            copy = parts.step(step, fused.place(axis, start), (whole, slot))
+            maker = parts.maker[slot]
+            done = replace(copy, outs=(parts.new_slot(info),))
+            changed.setdefault(maker, [parts.steps[maker]]).append(done)
+            start += parts.infos[slot].shape[axis]
+        changed[index] = []
+    return changed
+
+
 def _norms(parts: Parts) -> dict[int, list[Step]]:
     """RMSNorm over the channels, scaled by the row maximum: one op."""
     changed: dict[int, list[Step]] = {}
@@ -179,14 +217,34 @@ def _norms(parts: Parts) -> dict[int, list[Step]]:
         if fits:
             fn = fused.rms_norm(shape[1], eps or 0.0)
             changed.update({place: [] for place in inner})
-            changed[index] = [parts.step(parts.steps[index], fn, (found["x"], found["#gain"]))]
+            scaled = _scaled_products(parts, parts.steps[index].outs[0], found["#gain"])
+            changed.update({place: [step] for place, step in scaled.items()})
+            args = (found["x"],) if scaled else (found["x"], found["#gain"])
+            changed[index] = [parts.step(parts.steps[index], fn, args)]
     return changed
 
 
+def _scaled_products(parts: Parts, slot: int, gain: int) -> dict[int, Step]:
+    """The products of a normed x, for x without its gain; none where anything else reads it."""
+    users = parts.users.get(slot, [])
+    if slot in parts.outputs or not all(_columns(parts, parts.steps[user]) for user in users):
+        return {}
+    scaled = {}
+    for user in users:
+        step = parts.steps[user]
+        x, weight, *bias = step.args
+        held = [parts.statics[weight], parts.statics[gain]]
+        key = ("scaled inputs", *(static.key for static in held))
+        static = Folded(held[0].info, fused.scale_inputs, held, 0, f"gain of {step.info}", False, key)
+        args = (x, parts.add_static(static), *bias)
+        scaled[user] = replace(step, args=args, loads=[slot for slot in args if slot in parts.statics])
+    return scaled
+
+
 def _rotations(parts: Parts) -> dict[int, list[Step]]:
-    """RoPE on x (1, heads, D, S) with cos and sin (1, 1, D, S): one op, and one to lay out each of the two."""
+    """RoPE on x (1, heads, D, S) with cos and sin (1, 1, D, S): one op, and one to prepare each of the two."""
     changed: dict[int, list[Step]] = {}
-    laid_out: dict[int, int] = {}
+    prepared = _Prepared()
     for index, found, inner in _groups(parts, ROPE):
         shape = parts.infos[found["x"]].shape
         flat = len(shape) == 4 and parts.infos[found["x"]].is_static
@@ -201,28 +259,29 @@ def _rotations(parts: Parts) -> dict[int, list[Step]]:
             or any(parts.infos[slot].shape != size for slot in tables)
         ):
             continue
-        before = _lay_out(parts, parts.steps[index], tables, laid_out)
+        step = parts.steps[index]
+        cos, before = prepared.once(parts, step, fused.channels_inside, found["cos"])
+        sin, more = prepared.once(parts, step, fused.signed_halves, found["sin"])
         changed.update({place: [] for place in inner})
-        args = (found["x"], *(laid_out[slot] for slot in tables))
-        changed[index] = [*before, parts.step(parts.steps[index], fused.rotate, args)]
+        changed[index] = [*before, *more, parts.step(step, fused.rotate, (found["x"], cos, sin))]
     return changed
 
 
-def _lay_out(parts: Parts, step: Step, slots: Sequence[int], laid_out: dict[int, int]) -> list[Step]:
-    """Steps before `step` that lay out tensors (1, 1, D, S) as products lay out theirs, each once a run."""
-    before = []
-    for slot in slots:
-        if slot not in laid_out:
-            laid_out[slot] = parts.new_slot(parts.infos[slot])
-            layout = parts.step(step, fused.channels_inside, (slot,), view=True)
-            before.append(replace(layout, outs=(laid_out[slot],)))
-    return before
+class _Prepared(dict[tuple[int, Callable[..., Any]], int]):
+    """What is made of a tensor (1, 1, D, S) once a run and read by many steps: slots by tensor and function."""
+
+    def once(self, parts: Parts, step: Step, fn: Callable[..., Any], slot: int) -> tuple[int, list[Step]]:
+        """The slot of fn(tensor), and the step before `step` that makes it, if none does yet."""
+        if (slot, fn) in self:
+            return self[slot, fn], []
+        made = self[slot, fn] = parts.new_slot(parts.infos[slot])
+        return made, [replace(parts.step(step, fn, (slot,), view=True), outs=(made,))]
 
 
 def _attention(parts: Parts) -> dict[int, list[Step]]:
     """Grouped attention with heads as (G, R, D, S), one key and value (G, 1, D, S) for each group: one op."""
     changed: dict[int, list[Step]] = {}
-    laid_out: dict[int, int] = {}
+    prepared = _Prepared()
     for index, found, inner in _groups(parts, ATTENTION):
         key, value, query, mask = (parts.infos[found[name]] for name in ("k", "v", "q", "mask"))
         scores, out = _params(parts, found["scores"]), _params(parts, found["out"])
@@ -236,9 +295,9 @@ def _attention(parts: Parts) -> dict[int, list[Step]]:
             and _params(parts, found["shares"]).get("axis") in (2, -2)
         )
         if fits:
-            before = _lay_out(parts, parts.steps[index], [found["mask"]], laid_out)
+            checked, before = prepared.once(parts, parts.steps[index], fused.finite_mask, found["mask"])
             changed.update({place: [] for place in inner})
-            args = (found["v"], found["k"], found["q"], laid_out[found["mask"]])
+            args = (found["v"], found["k"], found["q"], checked)
             changed[index] = [*before, parts.step(parts.steps[index], fused.attend, args)]
     return changed
 

@@ -58,50 +58,88 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, then: str) -> Tens
     return LINEAR(x.reshape(x.shape[1], -1).t(), weight, bias, then, [], "")
 
 
-def rms_norm(channels: int, root_epsilon: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return x · rsqrt(mean(x²) + root_epsilon²) · gain over axis 1 of x (1, C, *D); fp32 needs no scaling."""
+def rms_norm(channels: int, root_epsilon: float) -> Callable[..., Tensor]:
+    """Return x · rsqrt(mean(x²) + root_epsilon²) [· gain] over axis 1 of x (1, C, *D); fp32 needs no scaling."""
     epsilon, share = root_epsilon**2, 1 / channels
 
-    def call(x: Tensor, gain: Tensor) -> Tensor:
-        rows = x.reshape(channels, -1).t()
+    def call(x: Tensor, gain: Tensor | None = None) -> Tensor:
+        rows = x.reshape(channels, -1).t().contiguous()  # so a sum does not depend on what made x
         norm = torch.linalg.vector_norm(rows, 2, 1, True)
-        out = (rows * norm.square_().mul_(share).add_(epsilon).rsqrt_()).mul_(gain.view(-1))
+        out = rows * norm.square_().mul_(share).add_(epsilon).rsqrt_()
+        if gain is not None:
+            out.mul_(gain.view(-1))
         return out.t().view(x.shape)
 
     return call
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x · cos + concat(−high, low) · sin for x (1, heads, D, S), low and high its halves along D."""
-    half = x.shape[2] // 2
+def scale_inputs(weight: Tensor, gain: Tensor) -> Tensor:
+    """A weight (O, I, 1, ...) for inputs that a gain (1, I, 1, 1) has not been applied to."""
+    return weight * gain.view(-1, *(1,) * (weight.dim() - 2))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: tuple[Tensor, Tensor]) -> Tensor:
+    """x · cos + concat(−high, low) · sin for x (1, heads, D, S), low and high its halves along D.
+
+    Args:
+        x: (1, heads, D, S).
+        cos: (1, 1, D, S).
+        sin: from `signed_halves`.
+    """
     out = x * cos
-    out[:, :, :half].addcmul_(x[:, :, half:], sin[:, :, :half], value=-1)
-    out[:, :, half:].addcmul_(x[:, :, :half], sin[:, :, half:])
+    for half, other, factor in zip(out.chunk(2, 2), reversed(x.chunk(2, 2)), sin, strict=True):
+        half.addcmul_(other, factor)
     return out
 
 
-def attend(value: Tensor, key: Tensor, query: Tensor, mask: Tensor) -> Tensor:
+def signed_halves(sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The halves of sin (1, 1, D, S) along D, the first one negated, laid out with stride 1 at D."""
+    low, high = channels_inside(sin).chunk(2, 2)
+    return -low, high
+
+
+def attend(value: Tensor, key: Tensor, query: Tensor, mask: tuple[Tensor, bool]) -> Tensor:
     """value · softmax(keyᵀ · query + mask) over the keys.
 
     Args:
         value: (G, 1, D, K).
         key: (G, 1, D, K).
         query: (G, R, D, Q), scaled.
-        mask: (1, 1, K, Q), laid out with stride 1 at K.
+        mask: from `finite_mask`.
 
     Returns:
         (G, R, D, Q). A query that sees no key (a column of minus infinity) gives NaN, as the ops do.
     """
     groups, _, size, keys = key.shape
-    if mask.min() == -math.inf:  # torch's own attention gives zeros where no key is seen
-        scores = torch.matmul(key.transpose(2, 3), query) + mask
+    added, finite = mask
+    if not finite:  # torch's own attention gives zeros where no key is seen
+        scores = torch.matmul(key.transpose(2, 3), query) + added
         return torch.matmul(value, torch.softmax(scores, 2))
     heads = query.reshape(1, -1, size, query.shape[3]).transpose(2, 3)
     k, v = (tensor.reshape(1, groups, size, keys).transpose(2, 3) for tensor in (key, value))
     out = torch.nn.functional.scaled_dot_product_attention(
-        heads, k, v, attn_mask=mask.transpose(2, 3), scale=1.0, enable_gqa=True
+        heads, k, v, attn_mask=added.transpose(2, 3), scale=1.0, enable_gqa=True
     )
     return out.transpose(2, 3).reshape(query.shape)
+
+
+def finite_mask(mask: Tensor) -> tuple[Tensor, bool]:
+    """A mask (1, 1, K, Q) laid out with stride 1 at K, and whether it has no minus infinity."""
+    return channels_inside(mask), bool(mask.min() > -math.inf)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Return what makes a tensor for `place` to fill."""
+    return lambda: torch.empty(tuple(shape), dtype=dtype)
+
+
+def place(axis: int, start: int) -> Callable[[Tensor, Tensor], None]:
+    """Return what copies a piece into a whole, at `start` along `axis`."""
+
+    def call(whole: Tensor, piece: Tensor) -> None:
+        whole.narrow(axis, start, piece.shape[axis]).copy_(piece)
+
+    return call
 
 
 def channels_inside(x: Tensor) -> Tensor:
