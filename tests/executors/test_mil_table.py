@@ -11,6 +11,7 @@ import test_mil_elementwise
 import test_mil_indexing
 import test_mil_layers
 import test_mil_products
+import test_mil_recurrent
 import test_mil_reduction
 import test_mil_shape
 from mil_programs import SSAOpRegistry
@@ -25,6 +26,7 @@ TESTED = {
     *test_mil_indexing.CASES,
     *test_mil_layers.CASES,
     *test_mil_products.CASES,
+    *test_mil_recurrent.CASES,
     *test_mil_reduction.CASES,
     *test_mil_shape.CASES,
 }
