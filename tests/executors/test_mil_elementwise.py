@@ -152,6 +152,7 @@ def cast() -> Iterator[Case]:
     for dtype in ("int8", "uint8", "int16", "uint16"):
         yield Case({"x": np.abs(floats)}, {"dtype": dtype}, since=17)
         yield Case({"x": integers(3, (40,), 0, 100)}, {"dtype": dtype}, since=17)
+        yield Case({"x": np.array([-1, 70000, -65536, 300], np.int32)}, {"dtype": dtype}, since=17)
 
 
 def _torch(function: Callable) -> Callable:

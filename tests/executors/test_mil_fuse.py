@@ -31,13 +31,13 @@ def conv(x: Any, seed: int, outputs: int, bias: bool = False, **params: Any) -> 
     return mb.conv(x=x, weight=weight, **more, **params)
 
 
-def norm(x: Any, *, epsilon: float = 0.0, axis: int = 1, floor: float = 1e-4) -> Any:
+def norm(x: Any, *, epsilon: float = 0.0, axis: int = 1, floor: float = 1e-4, root: float = 3e-3) -> Any:
     peak = mb.reduce_max(x=mb.abs(x=x), axes=[axis], keep_dims=True)
     peak = mb.maximum(x=peak, y=np.float16(floor))
     scaled = mb.real_div(x=x, y=peak)
-    root = mb.mul(x=mb.real_div(x=np.float16(1), y=peak), y=np.float16(3e-3))
+    scaled_root = mb.mul(x=mb.real_div(x=np.float16(1), y=peak), y=np.float16(root))
     mean = mb.reduce_mean(x=mb.mul(x=scaled, y=scaled), axes=[axis], keep_dims=True)
-    total = mb.add(x=mean, y=mb.mul(x=root, y=root))
+    total = mb.add(x=mean, y=mb.mul(x=scaled_root, y=scaled_root))
     normal = mb.mul(x=scaled, y=mb.rsqrt(x=total, epsilon=np.float16(epsilon)))
     return mb.mul(x=normal, y=draw(40, 1, HIDDEN, 1, 1))
 
@@ -179,6 +179,13 @@ def test_a_model_gives_the_same_bits_wherever_it_is_cut(tmp_path: Path) -> None:
     assert cut["out"].equal(whole["out"]) and cut["k"].equal(whole["k"])
 
 
+def test_rows_whose_squares_fp32_cannot_hold(tmp_path: Path) -> None:
+    session = save(tmp_path, _normed())
+    huge = {**INPUTS, "x": INPUTS["x"].astype(np.float32) * np.float32(1e20)}
+    assert sqnr_db(by_op(session, huge)["out"], session.run(huge)["out"]) > 110
+    assert kinds(session)["rms_norm"] == 1
+
+
 def test_fp16_mode_runs_op_by_op(tmp_path: Path) -> None:
     session = MilSession(save(tmp_path, block).package, mode="fp16")
     for name, value in by_op(session).items():
@@ -261,6 +268,7 @@ KEPT: dict[str, tuple[Body, dict[str, int]]] = {
     "a norm that is read elsewhere": (_norm_read_elsewhere, {"product": 1, "rms_norm": 1}),
     "an output of inputs alone": (lambda v: {"out": mb.concat(values=[v["x"], v["x"]], axis=1)}, {}),
     "an epsilon at the wrong place": (_normed(epsilon=0.01), {"product": 1}),
+    "a norm without an epsilon": (_normed(root=0.0), {"product": 1}),
     "a norm over positions": (_normed(axis=3), {"product": 1}),
     "halves in the wrong order": (_rotated(swapped=True), {"product": 1}),
     "halves in their order": (

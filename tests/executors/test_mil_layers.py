@@ -122,6 +122,16 @@ def pool(kind: str) -> Callable[[], Iterator[Case]]:
                     torch_reference(_pool_reference(kind, kernel, stride, pairs, exclude, ceil)),
                     since=16 if padding == "same_lower" else 15,
                 )
+        small = _pool_reference(kind, [3] * 3, 1, [(1, 1)] * 3, False, False)
+        for kernel, padding in (
+            (3, "same"),
+            (2, "VALID"),
+        ):  # an input smaller than the kernel; the type's other case
+            reference = (
+                small if padding == "same" else _pool_reference(kind, [2] * 3, 1, [(0, 0)] * 3, False, False)
+            )
+            params = {"kernel_sizes": [kernel] * 3, "strides": [1] * 3, "pad_type": padding}
+            yield Case({"x": normal(seed, (1, 2, 2, 2, 2))}, params, torch_reference(reference))
 
     return cases
 
@@ -225,6 +235,10 @@ def nearest(by_size: bool) -> Callable[[], Iterator[Case]]:
                 lambda x, size=(height, width): F.interpolate(x, size=size, mode="nearest")
             )
             yield Case({"x": normal(0, (1, 2, 3, 4), dtype)}, params, reference)
+        if not by_size:  # 1.4 times 5 is 7 in fp32 and 6.99999976 beyond it
+            params = {"scale_factor_height": np.float32(1.4), "scale_factor_width": np.float32(2.6)}
+            rows, columns = np.arange(7) * 5 // 7, np.arange(13) * 5 // 13
+            yield Case({"x": normal(0, (1, 2, 5, 5))}, params, lambda x: x[:, :, rows][..., columns])
 
     return cases
 
@@ -262,33 +276,86 @@ def _resample_params(
     }
 
 
+COORDINATES = ("normalized_minus_one_to_one", "normalized_zero_to_one", "unnormalized")
+
+
+def _pixel(place: float, size: int, mode: str, corners: bool) -> float:
+    """The pixel, from 0, at a coordinate of one axis."""
+    if mode == "unnormalized":
+        return place
+    share = (place + 1) / 2 if mode == "normalized_minus_one_to_one" else place
+    return share * (size - 1) if corners else share * size - 0.5
+
+
+def _extended(index: int, size: int, padding: str) -> int | None:
+    """The pixel that stands at an index beyond the image; None for the padding value."""
+    period = {
+        "border": [min(max(index, 0), size - 1)],
+        "reflection": [*range(size), *range(size - 2, 0, -1)],
+        "symmetric": [*range(size), *range(size - 1, -1, -1)],
+    }.get(padding)
+    if period is None:
+        return index if 0 <= index < size else None
+    return period[index % len(period)]
+
+
+def _resampled(
+    x: np.ndarray,
+    coordinates: np.ndarray,
+    sampling: str,
+    padding: str,
+    mode: str,
+    corners: bool,
+    value: float,
+) -> np.ndarray:
+    """Point by point, as MIL describes each mode."""
+    out = np.zeros((*x.shape[:2], *coordinates.shape[1:3]))
+
+    def at(item: int, row: int, column: int) -> np.ndarray:
+        places = [_extended(i, n, padding) for i, n in zip((row, column), x.shape[2:], strict=True)]
+        return (
+            np.full(x.shape[1], value) if None in places else x[item, :, places[0], places[1]].astype(float)
+        )
+
+    for item, i, j in np.ndindex(*coordinates.shape[:3]):
+        column, row = (
+            _pixel(float(c), n, mode, corners)
+            for c, n in zip(coordinates[item, i, j], (x.shape[3], x.shape[2]), strict=True)
+        )
+        if sampling == "nearest":
+            out[item, :, i, j] = at(item, round(row), round(column))
+            continue
+        top, left = math.floor(row), math.floor(column)
+        for down, right in product((0, 1), (0, 1)):
+            weight = abs(1 - down - (row - top)) * abs(1 - right - (column - left))
+            out[item, :, i, j] += weight * at(item, top + down, left + right)
+    return out
+
+
 def resample() -> Iterator[Case]:
-    grid = np.random.default_rng(0).uniform(-1.4, 1.4, (2, 4, 5, 2)).astype(np.float32)
-    torch_padding = {"constant": "zeros", "border": "border", "reflection": "reflection"}
-    for sampling, padding, corners, dtype in product(
-        ("bilinear", "nearest"), torch_padding, (False, True), FLOATS
-    ):
-        params = _resample_params(dtype, sampling, padding, "normalized_minus_one_to_one", corners)
-
-        def reference(
-            x: torch.Tensor, coordinates: torch.Tensor, s: str = sampling, p: str = padding, c: bool = corners
-        ) -> torch.Tensor:
-            return F.grid_sample(x, coordinates, s, torch_padding[p], c)
-
-        yield Case(
-            {"x": normal(1, (2, 3, 6, 7), dtype), "coordinates": grid}, params, torch_reference(reference)
+    rng = np.random.default_rng(0)
+    for seed, (sampling, padding, mode, corners) in enumerate(
+        product(
+            ("bilinear", "nearest"),
+            ("constant", "border", "reflection", "symmetric"),
+            COORDINATES,
+            (False, True),
         )
-    for mode, points in (
-        ("normalized_zero_to_one", (grid + 1) / 2),
-        ("unnormalized", (grid + 1) / 2 * [6, 5]),
     ):
-        params = _resample_params(np.float32, "bilinear", "border", mode, True)
-        wanted = lambda x, coordinates: F.grid_sample(x, torch.from_numpy(grid), "bilinear", "border", True)  # noqa: E731
-        yield Case(
-            {"x": normal(1, (2, 3, 6, 7)), "coordinates": points.astype(np.float32)},
-            params,
-            torch_reference(wanted),
-        )
+        for shape, value in (((2, 3, 6, 7), 0.0), ((1, 2, 1, 3), 100.0)):
+            dtype = FLOATS[seed % 2]
+            low, high = {"unnormalized": (-9, 15), "normalized_zero_to_one": (-1, 2)}.get(mode, (-3, 3))
+            points = rng.uniform(low, high, (shape[0], 4, 5, 2)).astype(np.float32)
+            params = _resample_params(dtype, sampling, padding, mode, corners) | {
+                "padding_value": dtype(value)
+            }
+            yield Case(
+                {"x": normal(1, shape, dtype), "coordinates": points},
+                params,
+                lambda x, coordinates, how=(sampling, padding, mode, corners, value): _resampled(
+                    x, coordinates, *how
+                ),
+            )
 
 
 def affine() -> Iterator[Case]:

@@ -139,6 +139,19 @@ def conv_transpose() -> Iterator[Case]:
 
         tensors = {"x": normal(kernel, (1, 2, 5)), "weight": normal(stride, (2, 3, kernel))}
         yield Case(tensors, {"strides": [stride], "pad_type": "same"}, torch_reference(cut))
+        for size in range(4 * stride + 1, 5 * stride + 1):  # what a "same" convolution makes 5 elements of
+
+            def gradient(
+                x: torch.Tensor, weight: torch.Tensor, size: int = size, stride: int = stride
+            ) -> torch.Tensor:
+                whole = torch.zeros(1, 3, size, requires_grad=True)
+                padding = same_padding(size, weight.shape[-1], stride, 1, False)
+                F.conv1d(F.pad(whole, padding), weight, None, stride).backward(x)
+                assert whole.grad is not None
+                return whole.grad
+
+            params = {"strides": [stride], "pad_type": "same", "output_shape": [1, 3, size]}
+            yield Case(tensors, params, torch_reference(gradient), constants=("weight",))
 
 
 def linear() -> Iterator[Case]:

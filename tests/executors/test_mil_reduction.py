@@ -27,6 +27,11 @@ def reduce(low: float = -4, high: float = 4, *, ints: bool = True) -> Callable[[
                     yield Case({"x": x}, {"axes": signed, "keep_dims": keep})
             if ints:
                 yield Case({"x": integers(seed, shape, 1, 9)}, {"axes": [-1], "keep_dims": keep})
+        if ints:
+            huge = np.array([[2**31 - 1, 2**31 - 1, 5], [70000, 1, -(2**31)]], np.int32)
+            yield Case({"x": huge}, {"axes": [1]})  # sums wrap around
+        none = np.zeros(0, np.int32)
+        yield Case({"x": values(0, (2, 3), np.float32, max(low, 0.5), high)}, {"axes": none})
 
     return cases
 

@@ -153,11 +153,11 @@ def stack() -> Iterator[Case]:
 def split() -> Iterator[Case]:
     for axis, dtype in product((-3, -2, -1, 0, 1, 2), (*FLOATS, np.int32)):
         x = numbered((6, 6, 6), dtype)
-        for sizes in ([1, 5], [2, 2, 2], [3, 1, 2]):
+        for sizes in ([1, 5], [2, 2, 2], [3, 1, 2], [6]):
             cuts = np.cumsum(sizes)[:-1]
             reference = lambda x, cuts=cuts, axis=axis: np.split(x, cuts, axis)  # noqa: E731
             yield Case({"x": x}, {"axis": axis, "split_sizes": sizes}, reference)
-        for count in (2, 3, 6):
+        for count in (1, 2, 3, 6):
             reference = lambda x, count=count, axis=axis: np.split(x, count, axis)  # noqa: E731
             yield Case({"x": x}, {"axis": axis, "num_splits": count}, reference)
 

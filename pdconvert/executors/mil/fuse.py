@@ -204,18 +204,18 @@ def _norms(parts: Parts) -> dict[int, list[Step]]:
     for index, found, inner in _groups(parts, NORM):
         over = [_params(parts, found[name]) for name in ("peak", "mean")]
         shape, gain = parts.infos[found["x"]].shape, parts.infos[found["#gain"]].shape
-        eps, floor = parts.number(found["#eps"]), parts.number(found["#floor"])
+        eps, floor = (parts.number(found[name]) or 0.0 for name in ("#eps", "#floor"))
         fits = (
             all(p.get("axes") == [1] and p.get("keep_dims") is True for p in over)
             and _params(parts, found["root"]).get("epsilon") == 0
             and parts.number(found["#one"]) == 1
             and shape[0] == 1
             and gain == (1, shape[1], 1, 1)
-            and eps is not None
-            and (floor or 0) > 0
+            and eps >= fused.SMALLEST_ROOT_EPSILON
+            and floor > 0
         )
         if fits:
-            fn = fused.rms_norm(shape[1], eps or 0.0)
+            fn = fused.rms_norm(shape[1], eps)
             changed.update({place: [] for place in inner})
             scaled = _scaled_products(parts, parts.steps[index].outs[0], found["#gain"])
             changed.update({place: [step] for place, step in scaled.items()})

@@ -35,8 +35,16 @@ def select(cond: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, *, dtype: str) -> Tensor:
-    """Change the element type. Floats become integers by cutting; non-zero becomes True."""
-    return x.to(getattr(torch, dtypes.BY_NAME[dtype].torch))
+    """Change the element type. Floats become integers by cutting; non-zero becomes True; integers wrap around."""
+    mil = dtypes.BY_NAME[dtype]
+    if mil.kind == "uint" and mil.torch != mil.name:  # held in a wider type
+        return (x.to(torch.int64) & (2**mil.bits - 1)).to(getattr(torch, mil.torch))
+    return x.to(getattr(torch, mil.torch))
+
+
+def sign(x: Tensor) -> Tensor:
+    """-1, 0 or 1; NaN stays NaN."""
+    return torch.where(x.isnan(), x, x.sign()) if x.dtype.is_floating_point else x.sign()
 
 
 def clip(x: Tensor, *, alpha: float, beta: float) -> Tensor:
@@ -103,7 +111,7 @@ ROWS: dict[str, OpRow] = {
     "exp2": row(exp2),
     "floor": builtin(torch.floor, copies=True),
     "round": builtin(torch.round, copies=True),
-    "sign": builtin(torch.sign, copies=True),
+    "sign": row(sign, copies=True),
     "sin": builtin(torch.sin),
     "sinh": builtin(torch.sinh),
     "sqrt": builtin(torch.sqrt),

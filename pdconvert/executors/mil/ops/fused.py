@@ -12,6 +12,11 @@ from pdconvert.executors.mil.ops.products import LINEAR
 
 Tensor = torch.Tensor
 
+LARGEST_NORM = 1e19
+"""Of a row whose squares fp32 can hold."""
+SMALLEST_ROOT_EPSILON = 1e-15
+"""From which on squares that fp32 cannot hold do not count beside epsilon's."""
+
 
 def pack(weight: Tensor, columns: int) -> Tensor:
     """Reorder a matrix (O, I) into the form that oneDNN wants for this many rows of activations."""
@@ -59,16 +64,22 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, then: str) -> Tens
 
 
 def rms_norm(channels: int, root_epsilon: float) -> Callable[..., Tensor]:
-    """Return x · rsqrt(mean(x²) + root_epsilon²) [· gain] over axis 1 of x (1, C, *D); fp32 needs no scaling."""
+    """Return x · rsqrt(mean(x²) + root_epsilon²) [· gain] over axis 1 of x (1, C, *D).
+
+    The program scales rows so that squares stay in range; where those of fp32 do not, fp64 takes them.
+    """
     epsilon, share = root_epsilon**2, 1 / channels
 
     def call(x: Tensor, gain: Tensor | None = None) -> Tensor:
         rows = x.reshape(channels, -1).t().contiguous()  # so a sum does not depend on what made x
         norm = torch.linalg.vector_norm(rows, 2, 1, True)
+        if not norm.max() < LARGEST_NORM:
+            rows = rows.double()
+            norm = torch.linalg.vector_norm(rows, 2, 1, True)
         out = rows * norm.square_().mul_(share).add_(epsilon).rsqrt_()
         if gain is not None:
             out.mul_(gain.view(-1))
-        return out.t().view(x.shape)
+        return out.float().t().view(x.shape)
 
     return call
 

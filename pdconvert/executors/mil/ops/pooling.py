@@ -18,10 +18,13 @@ _AVG = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 def _padding(
     x: Tensor, kernel: Ints, strides: Ints | None, pad_type: str, pad: Ints | None, ceil_mode: bool
 ) -> tuple[list[int], list[tuple[int, int]], bool]:
-    """Return strides, (before, after) pairs, and whether torch's own padding can do them."""
+    """Return strides, (before, after) pairs, and whether torch's own padding can do them.
+
+    MIL reads the type of padding in either case, for pools only.
+    """
     spatial = x.dim() - 2
     steps = list(strides) if strides else [1] * spatial
-    pairs = conv_padding(pad_type, x.shape[2:], kernel, steps, [1] * spatial, pad)
+    pairs = conv_padding(pad_type.lower(), x.shape[2:], kernel, steps, [1] * spatial, pad)
     native = all(a == b and 2 * a <= k for (a, b), k in zip(pairs, kernel, strict=True))
     if ceil_mode and not native:
         raise ValueError("ceil_mode with padding that is uneven or wider than half the kernel")
@@ -64,7 +67,10 @@ def avg_pool(
     kernel = list(kernel_sizes)
     steps, pairs, native = _padding(x, kernel, strides, pad_type, pad, ceil_mode)
     pool = _AVG[x.dim() - 2]
-    if native:
+    small = x.dim() == 5 and any(size < k for size, k in zip(x.shape[2:], kernel, strict=True))
+    if small and ceil_mode:
+        raise ValueError("ceil_mode in three dimensions on an input smaller than the kernel")
+    if native and not small:  # torch's own in three dimensions does not count padding when it checks sizes
         before = [size for size, _ in pairs]
         return pool(x, kernel, steps, before, ceil_mode, not exclude_padding_from_average)
     mean = pool(_padded(x, pairs, 0.0), kernel, steps)

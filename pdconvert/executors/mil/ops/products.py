@@ -230,7 +230,8 @@ def conv_transpose(
         if pad_type == "custom" and pad:
             before, after = pad[2 * axis], pad[2 * axis + 1]
         elif pad_type == "same":
-            surplus = size - x.shape[2 + axis] * steps[axis]
+            wanted = output_shape[2 + axis] if output_shape is not None else x.shape[2 + axis] * steps[axis]
+            surplus = size - wanted
             before = max(surplus, 0) // 2
             after = surplus - before
         if output_shape is not None:

@@ -1,6 +1,6 @@
 """Reductions, `cumsum`, sorting and `topk`.
 
-Integer inputs keep their type: means and norms of integers are cut towards zero, as MIL types them.
+Integer inputs keep their type: sums wrap around, means and norms are cut towards zero, as MIL types them.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,23 @@ Tensor = torch.Tensor
 Axes = Sequence[int] | None
 
 
-def _reduction(compute: Callable[[Tensor, list[int], bool], Tensor]) -> Callable[..., Tensor]:
-    """Wrap a float reduction over a list of axes into MIL's calling form; integers go through float64."""
+def _reduction(
+    compute: Callable[[Tensor, list[int], bool], Tensor], *, whole: bool = False
+) -> Callable[..., Tensor]:
+    """Wrap a reduction over a list of axes into MIL's calling form.
+
+    Args:
+        compute: reduces floats, or int64 where `whole`.
+        whole: integers stay integers and wrap around in their type; else they go through float64.
+    """
 
     def reduce(x: Tensor, *, axes: Axes = None, keep_dims: bool = False) -> Tensor:
         dims = list(range(x.dim())) if axes is None else list(axes)
+        if not dims:  # for torch no axes are all of them
+            return reduce(x.unsqueeze(0), axes=[0])
         if x.dtype.is_floating_point:
             return compute(x, dims, keep_dims)
-        return compute(x.double(), dims, keep_dims).to(x.dtype)
+        return compute(x.to(torch.int64 if whole else torch.float64), dims, keep_dims).to(x.dtype)
 
     return reduce
 
@@ -89,16 +98,22 @@ def topk(
 ROWS: dict[str, OpRow] = {
     "reduce_argmax": row(reduce_argmax),
     "reduce_argmin": row(reduce_argmin),
-    "reduce_l1_norm": row(_reduction(lambda x, dims, keep: x.abs().sum(dims, keepdim=keep))),
+    "reduce_l1_norm": row(_reduction(lambda x, dims, keep: x.abs().sum(dims, keepdim=keep), whole=True)),
     "reduce_l2_norm": row(_reduction(lambda x, dims, keep: x.square().sum(dims, keepdim=keep).sqrt())),
     "reduce_log_sum": row(_reduction(lambda x, dims, keep: x.sum(dims, keepdim=keep).log())),
     "reduce_log_sum_exp": row(_reduction(lambda x, dims, keep: torch.logsumexp(x, dims, keepdim=keep))),
-    "reduce_max": row(_reduction(lambda x, dims, keep: torch.amax(x, dims, keepdim=keep)), copies=True),
+    "reduce_max": row(
+        _reduction(lambda x, dims, keep: torch.amax(x, dims, keepdim=keep), whole=True), copies=True
+    ),
     "reduce_mean": row(_reduction(lambda x, dims, keep: torch.mean(x, dims, keepdim=keep))),
-    "reduce_min": row(_reduction(lambda x, dims, keep: torch.amin(x, dims, keepdim=keep)), copies=True),
-    "reduce_prod": row(_reduction(_prod)),
-    "reduce_sum": row(_reduction(lambda x, dims, keep: torch.sum(x, dims, keepdim=keep))),
-    "reduce_sum_square": row(_reduction(lambda x, dims, keep: x.square().sum(dims, keepdim=keep))),
+    "reduce_min": row(
+        _reduction(lambda x, dims, keep: torch.amin(x, dims, keepdim=keep), whole=True), copies=True
+    ),
+    "reduce_prod": row(_reduction(_prod, whole=True)),
+    "reduce_sum": row(_reduction(lambda x, dims, keep: torch.sum(x, dims, keepdim=keep), whole=True)),
+    "reduce_sum_square": row(
+        _reduction(lambda x, dims, keep: x.square().sum(dims, keepdim=keep), whole=True)
+    ),
     "cumsum": row(cumsum),
     "argsort": row(argsort),
     "topk": row(topk, copies=True),

@@ -7,6 +7,7 @@ the element at floor(i * size_in / size_out), as torch has it.
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -73,6 +74,14 @@ def resize_nearest_neighbor(x: Tensor, *, target_size_height: int, target_size_w
     return _nearest(_nearest(x, rank - 2, target_size_height), rank - 1, target_size_width)
 
 
+def _enlarged(x: Tensor, *scales: float) -> tuple[int, ...]:
+    """Sizes of the last two axes, in fp32 as coremltools' types have them: 1.4 times 5 is 7, not 6.99999976."""
+    return tuple(
+        math.floor(np.float32(scale) * np.float32(size))
+        for scale, size in zip(scales, x.shape[-2:], strict=True)
+    )
+
+
 def upsample_bilinear(
     x: Tensor,
     *,
@@ -82,8 +91,7 @@ def upsample_bilinear(
     half_pixel_centers: bool | None = None,
 ) -> Tensor:
     """Enlarge the last two axes; sizes are rounded down and the scale is recomputed from them."""
-    height = math.floor(x.shape[-2] * scale_factor_height)
-    width = math.floor(x.shape[-1] * scale_factor_width)
+    height, width = _enlarged(x, scale_factor_height, scale_factor_width)
     apart = "DEFAULT" if half_pixel_centers is False else "UNALIGN_CORNERS"
     return _bilinear(x, height, width, "STRICT_ALIGN_CORNERS" if align_corners else apart)
 
@@ -92,8 +100,7 @@ def upsample_nearest_neighbor(
     x: Tensor, *, scale_factor_height: float = 1, scale_factor_width: float = 1
 ) -> Tensor:
     """Enlarge the last two axes; sizes are rounded down."""
-    height = math.floor(x.shape[-2] * scale_factor_height)
-    width = math.floor(x.shape[-1] * scale_factor_width)
+    height, width = _enlarged(x, scale_factor_height, scale_factor_width)
     return resize_nearest_neighbor(x, target_size_height=height, target_size_width=width)
 
 
@@ -122,19 +129,58 @@ def resize(
     return x
 
 
-_PADDING = {"constant": "zeros", "border": "border", "reflection": "reflection"}
+def _pixels(points: Tensor, sizes: Sequence[int], mode: str, align_corners: bool) -> Tensor:
+    """Coordinates (..., 2) of pixels, of axes of these sizes: 0 is the centre of the first one."""
+    if mode == "unnormalized":
+        return points
+    if mode == "normalized_minus_one_to_one":
+        points = (points + 1) / 2
+    elif mode != "normalized_zero_to_one":
+        raise ValueError(f"coordinates mode {mode!r}")
+    whole = torch.tensor(sizes, dtype=torch.float32)
+    return points * (whole - 1) if align_corners else points * whole - 0.5
 
 
-def _sample(
-    x: Tensor, coordinates: Tensor, mode: str, padding: str, value: float, align_corners: bool
-) -> Tensor:
-    """Sample x (N, C, H, W) at coordinates (N, H2, W2, 2), normalized to -1..1."""
-    if padding not in _PADDING:
-        raise ValueError(f"padding mode {padding!r} cannot be run")
-    if padding == "constant" and value != 0:
-        shifted = F.grid_sample(x - value, coordinates, mode, "zeros", align_corners)
-        return shifted + value
-    return F.grid_sample(x, coordinates, mode, _PADDING[padding], align_corners)
+def _inside(places: Tensor, size: int, padding: str) -> Tensor:
+    """Coordinates along one axis, brought into the image; outside by at most two where a value pads."""
+    if padding == "constant":
+        return places.clamp(-2, size + 1)
+    if padding == "reflection":  # the pixel at the edge is not repeated
+        around = max(2 * (size - 1), 1)
+        places = places.remainder(around)
+        places = torch.minimum(places, around - places)
+    elif padding == "symmetric":
+        places = (places + 0.5).remainder(2 * size)
+        places = torch.minimum(places, 2 * size - places) - 0.5
+    elif padding != "border":
+        raise ValueError(f"padding mode {padding!r}")
+    return places.clamp(0, size - 1)
+
+
+def _sample(x: Tensor, points: Tensor, mode: str, padding: str, value: float) -> Tensor:
+    """Sample x (N, C, H, W) at pixel coordinates (x, y) (N, H2, W2, 2); nearest takes the even one of two."""
+    height, width = x.shape[2:]
+    columns, rows = (_inside(points[..., i], size, padding) for i, size in enumerate((width, height)))
+    pixels = x.flatten(2)
+
+    def read(row: Tensor, column: Tensor) -> Tensor:
+        """Pixels (N, C, H2, W2) at whole coordinates."""
+        row, column = row.long(), column.long()
+        index = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
+        found = pixels.gather(2, index.flatten(1)[:, None].expand(-1, x.shape[1], -1))
+        seen = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+        found = found.view(x.shape[0], x.shape[1], *index.shape[1:])
+        return torch.where(seen[:, None], found, value) if padding == "constant" else found
+
+    if mode == "nearest":
+        return read(rows.round(), columns.round())
+    if mode != "bilinear":
+        raise ValueError(f"sampling mode {mode!r}")
+    top, left = rows.floor(), columns.floor()
+    down, right = (rows - top)[:, None], (columns - left)[:, None]
+    upper = read(top, left) * (1 - right) + read(top, left + 1) * right
+    lower = read(top + 1, left) * (1 - right) + read(top + 1, left + 1) * right
+    return upper * (1 - down) + lower * down
 
 
 def resample(
@@ -148,15 +194,9 @@ def resample(
     align_corners: bool,
 ) -> Tensor:
     """Sample x (N, C, H, W) at (x, y) coordinates (N, H2, W2, 2)."""
-    points = coordinates.to(torch.float32)
-    if coordinates_mode == "normalized_zero_to_one":
-        points = points * 2 - 1
-    elif coordinates_mode == "unnormalized":
-        size = torch.tensor([x.shape[3], x.shape[2]], dtype=torch.float32)
-        points = 2 * points / (size - 1).clamp(min=1) - 1 if align_corners else (2 * points + 1) / size - 1
-    elif coordinates_mode != "normalized_minus_one_to_one":
-        raise ValueError(f"coordinates mode {coordinates_mode!r}")
-    return _sample(x, points, sampling_mode, padding_mode, padding_value, align_corners)
+    sizes = (x.shape[3], x.shape[2])
+    points = _pixels(coordinates.to(torch.float32), sizes, coordinates_mode, align_corners)
+    return _sample(x, points, sampling_mode, padding_mode, padding_value)
 
 
 def affine(
@@ -175,8 +215,9 @@ def affine(
     if coordinates_mode != "normalized_minus_one_to_one":
         raise ValueError(f"coordinates mode {coordinates_mode!r}")
     matrix = transform_matrix.reshape(-1, 2, 3).expand(x.shape[0], 2, 3)
-    points = F.affine_grid(matrix, [x.shape[0], x.shape[1], output_height, output_width], align_corners)
-    return _sample(x, points, sampling_mode, padding_mode, padding_value, align_corners)
+    grid = F.affine_grid(matrix, [x.shape[0], x.shape[1], output_height, output_width], align_corners)
+    points = _pixels(grid, (x.shape[3], x.shape[2]), coordinates_mode, align_corners)
+    return _sample(x, points, sampling_mode, padding_mode, padding_value)
 
 
 ROWS: dict[str, OpRow] = {

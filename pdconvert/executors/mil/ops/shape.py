@@ -104,13 +104,15 @@ def concat(values: Sequence[Tensor], *, axis: int, interleave: bool = False) -> 
 
 def split(
     x: Tensor, *, axis: int, num_splits: int | None = None, split_sizes: Sequence[int] | None = None
-) -> tuple[Tensor, ...]:
-    """Cut along `axis` into `num_splits` equal pieces, or into pieces of the given sizes."""
-    if split_sizes is not None:
-        return torch.split(x, list(split_sizes), axis)
-    if num_splits is None or x.shape[axis] % num_splits:
-        raise ValueError(f"{x.shape[axis]} elements cannot be split into {num_splits} equal pieces")
-    return torch.split(x, x.shape[axis] // num_splits, axis)
+) -> tuple[Tensor, ...] | Tensor:
+    """Cut along `axis` into `num_splits` equal pieces, or into pieces of the given sizes; one piece is x itself."""
+    sizes = split_sizes
+    if sizes is None:
+        if num_splits is None or x.shape[axis] % num_splits:
+            raise ValueError(f"{x.shape[axis]} elements cannot be split into {num_splits} equal pieces")
+        sizes = [x.shape[axis] // num_splits] * num_splits
+    pieces = torch.split(x, list(sizes), axis)
+    return pieces if len(pieces) > 1 else pieces[0]
 
 
 def stack(values: Sequence[Tensor], *, axis: int) -> Tensor:
