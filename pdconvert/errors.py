@@ -19,3 +19,10 @@ class CheckFailed(PdconvertError):
     """A check or gate failed: the files are kept, the verdict is `fail` (exit 1)."""
 
     exit_code = 1
+
+
+def printable(text: str) -> str:
+    """A name from a file as a terminal may have it: control characters, line ends among them, as escapes."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )

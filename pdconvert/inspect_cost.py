@@ -100,6 +100,12 @@ def _attention(op: Op) -> int:
     return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
+def _recurrent(op: Op) -> int:
+    steps, batch, _ = _shape(op, "x")
+    names = ("weight_ih", "weight_hh", "weight_ih_back", "weight_hh_back")
+    return steps * batch * sum(math.prod(_shape(op, name)) for name in names if op.input(name) is not None)
+
+
 _PRODUCTS: dict[str, Callable[[Op], int]] = {
     "conv": _conv,
     "conv_transpose": _conv_transpose,
@@ -107,4 +113,7 @@ _PRODUCTS: dict[str, Callable[[Op], int]] = {
     "matmul": _matmul,
     "einsum": _einsum,
     "scaled_dot_product_attention": _attention,
+    "rnn": _recurrent,
+    "gru": _recurrent,
+    "lstm": _recurrent,
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 from pdconvert.errors import InputError
 from pdconvert.executors.mil.package import Package
-from pdconvert.executors.mil.values import FileValue, ValueInfo, read_value, value_info
+from pdconvert.executors.mil.values import OP_ERRORS, FileValue, ValueInfo, first_line, read_value, value_info
 from pdconvert.executors.mil.view import view_package
 from pdconvert.inspect_cost import estimate
 from pdconvert.packages import build_packages, is_build, packages_of
@@ -74,10 +74,23 @@ def inspect_build(path: Path) -> dict[str, Any]:
 
 
 def inspect_package(path: Path) -> dict[str, Any]:
-    """Describe a `.mlpackage`; see `inspect_path`."""
+    """Describe a `.mlpackage`; see `inspect_path`.
+
+    Raises:
+        InputError: the program does not hold together.
+    """
     package = Package.open(path)
-    weights = {name: list(_weights(package, name)) for name in package.function_names}
+    try:
+        return _describe(path, package)
+    except OP_ERRORS as error:
+        raise InputError(
+            f"{path}: an op does not have the inputs that MIL gives it ({first_line(error)})"
+        ) from error
+
+
+def _describe(path: Path, package: Package) -> dict[str, Any]:
     costs = {function.name: estimate(function) for function in view_package(package).functions}
+    weights = {name: list(_weights(package, name)) for name in package.function_names}
     functions = {}
     for name, info in package.functions.items():
         operations = Counter(op.type for op in _operations(package.block(name)) if op.type != "const")
@@ -244,16 +257,21 @@ class _ConstantReader:
         return self._dtype(op, name)
 
     def _leaves(self, op: Any) -> Iterator[Any]:
-        """Every stored value that a constant is made of."""
-        for name, value in op.attributes.items():
-            if name != "name":
-                yield read_value(value, self._blobs)
-        for binding in op.inputs.values():
-            for argument in binding.arguments:
+        """Every stored value that a constant is made of, each op read once."""
+        edge, seen = [op], {id(op)}
+        while edge:
+            op = edge.pop()
+            for name, value in op.attributes.items():
+                if name != "name":
+                    yield read_value(value, self._blobs)
+            for argument in (argument for binding in op.inputs.values() for argument in binding.arguments):
                 if argument.WhichOneof("binding") == "value":
                     yield read_value(argument.value, self._blobs)
-                else:
-                    yield from self._leaves(self._constants[argument.name])
+                    continue
+                maker = self._constants[argument.name]
+                if id(maker) not in seen:
+                    seen.add(id(maker))
+                    edge.append(maker)
 
 
 def _block_granularity(shape: tuple[int, ...], scales: tuple[int, ...]) -> str:

@@ -338,8 +338,10 @@ def verify_build(build: Path, executor: str = "auto") -> dict[str, Any]:
     for case in cases:
         for mode in ("fp32", "fp16") if kind == "mil" else ("fp16",):
             checks += check_case(manifest, case, kind, mode).checks
+    decode = DecodeModel.load(
+        manifest.decode, products="dequantized"
+    )  # random weights choose nothing, but must load
     if greedy:
-        decode = DecodeModel.load(manifest.decode, products="dequantized")
         quantized = schema.read_manifest(build)["quantization"]["quantized"]
         choices = forced_choices(open_prefill(manifest, kind, "fp16"), decode, greedy)
         checks.append(check_tokens(choices, greedy, None if quantized else 1.0))

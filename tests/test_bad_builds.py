@@ -139,10 +139,10 @@ BUILDS: dict[str, Case] = {
         content(BLOB, lambda data: data[: len(data) // 2]),
         "…weight.bin: …",
     ),
-    "no decode folder": ("run inspect", remove("decode"), "{}/decode/config.json is missing; …"),
-    "no decode weights": ("run", gone(WEIGHTS), "{}/decode holds no model*.safetensors; build again"),
+    "no decode folder": ("run verify inspect", remove("decode"), "{}/decode/config.json is missing; …"),
+    "no decode weights": ("run verify", gone(WEIGHTS), "{}/decode holds no model*.safetensors; build again"),
     "cut decode weights": (
-        "run inspect",
+        "run verify inspect",
         content(WEIGHTS, lambda data: data[:-100]),
         "{}/decode/model.safetensors…: … ends at byte …",
     ),

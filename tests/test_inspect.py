@@ -197,6 +197,20 @@ def products(mb):
             lambda a, b, c: mb.scaled_dot_product_attention(query=a, key=b, value=c),
             4 * 6 * 9 * (16 + 20),
         ),
+        "lstm": (
+            ((7, 2, 3), (2, 8), (2, 8)),
+            lambda x, h, c: mb.lstm(
+                x=x,
+                initial_h=h,
+                initial_c=c,
+                direction="bidirectional",
+                weight_ih=np.ones((16, 3), half),
+                weight_hh=np.ones((16, 4), half),
+                weight_ih_back=np.ones((16, 3), half),
+                weight_hh_back=np.ones((16, 4), half),
+            )[0],
+            2 * 7 * 2 * 16 * (3 + 4),
+        ),  # fmt: skip
         "relu": ((x,), lambda a: mb.relu(x=a), 0),
     }
 

@@ -40,7 +40,7 @@ from pdconvert.cli import (
     run,
     verify,
 )
-from pdconvert.errors import InputError, PdconvertError
+from pdconvert.errors import InputError, PdconvertError, printable
 from pdconvert.interrupts import exit_on_sigterm
 
 EXIT_BAD_INPUT = 2
@@ -155,7 +155,7 @@ def _report(message: str, debug: bool, notes: Sequence[str] = ()) -> None:
     """Write an error to stderr: its message, its notes on a second line, the traceback if asked for."""
     if debug and sys.exc_info()[0] is not None:
         click.echo(traceback.format_exc().rstrip(), err=True)
-    click.echo(message, err=True)
+    click.echo("\n".join(map(printable, message.split("\n"))), err=True)
     if notes:
         click.echo("  " + "; ".join(notes), err=True)
 

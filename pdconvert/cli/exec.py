@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdconvert.cli.params import UserPath, echo_json, examples, json_option, table
-from pdconvert.errors import InputError
+from pdconvert.errors import InputError, printable
 
 if TYPE_CHECKING:
     import numpy as np
 
     from pdconvert.executors.mil.trace import TraceRow
+    from pdconvert.forensics import Fault
 
 
 @click.command(
@@ -57,46 +58,94 @@ def command(
     import numpy as np
 
     from pdconvert.executors.mil import MilSession, Package
+    from pdconvert.executors.mil.trace import Tracer
+    from pdconvert.forensics import find_fault
 
+    if out is not None and out.exists() and not out.is_file():
+        raise InputError(f"{out}: not a regular file; name the .npz to write")
     arrays = _read(inputs)
     opened = Package.open(package)
-    calls = [_step(arrays, opened.function(function).inputs, step, steps) for step in range(steps)]
+    wanted = opened.function(function).inputs
+    fault: tuple[int, Fault] | None = None
     rows: list[TraceRow] = []
     results: list[dict[str, Any]] = []
-    if trace:
-        from pdconvert.executors.mil.trace import Tracer
-
-        tracer = Tracer(opened, function)
-        for call in calls:
-            found = tracer.run(call)
+    tracer = Tracer(opened, function) if trace else None
+    session = MilSession(opened, function, mode=mode)
+    state = session.make_state()
+    for step in range(steps):
+        call = _step(arrays, wanted, step, steps)
+        if tracer is None:
+            results.append(session.run(call, state))
+            continue
+        found = tracer.run(call)
+        results.append(found.outputs if mode == "fp16" else found.reference)
+        if fault is None:
             rows = found.rows
-            results.append(found.outputs if mode == "fp16" else found.reference)
-    else:
-        session = MilSession(opened, function, mode=mode)
-        state = session.make_state()
-        results = [session.run(call, state) for call in calls]
+            first = find_fault(rows, loss_db=loss_db)
+            fault = (step, first) if first else None
     outputs = {name: np.stack([np.asarray(one[name]) for one in results]) for name in results[0]}
     if steps == 1:
         outputs = {name: value[0] for name, value in outputs.items()}
     if out is not None:
-        np.savez(out, allow_pickle=False, **outputs)
-    _report(outputs, rows, loss_db, as_json, trace)
+        _write(out, outputs)
+    if as_json:
+        echo_json(_content(outputs, rows, fault, trace))
+    else:
+        _print(outputs, rows, fault, trace, steps)
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file, each of a kind that a tensor can have.
+
+    Raises:
+        InputError: no such file, or not an archive of plain numbers.
+    """
     import zipfile
+    import zlib
+    from tokenize import TokenError
 
     import numpy as np
 
+    numpys = (ValueError, OSError, EOFError, AttributeError, TypeError, RuntimeError, TokenError)
     try:
         with np.load(path, allow_pickle=False) as content:
-            return {name: content[name] for name in content.files}
+            arrays = {name: np.asarray(content[name]) for name in content.files}
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; give an .npz with one array for each input") from None
-    except (ValueError, OSError, AttributeError, zipfile.BadZipFile) as error:
+    except (*numpys, zipfile.BadZipFile, zlib.error) as error:
         raise InputError(
-            f"{path}: not an .npz file of plain arrays ({' '.join(str(error).split())})"
+            f"{path}: not an .npz file of plain arrays (numpy: {type(error).__name__}); write it with numpy.savez"
         ) from error
+    for name, value in arrays.items():
+        if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
+            raise InputError(
+                f"{path}: {name!r} is of type {value.dtype}; inputs are integers, floats or bool"
+            )
+    return {name: value.astype(value.dtype.newbyteorder("=")) for name, value in arrays.items()}
+
+
+def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write an .npz file of just this name; an existing one is replaced when the new one is whole.
+
+    Raises:
+        InputError: the system refused, or a name is longer than an archive can hold.
+    """
+    import os
+    import struct
+    import zipfile
+
+    from numpy.lib.format import write_array
+
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with zipfile.ZipFile(partial, "w") as archive:
+            for name, value in arrays.items():  # numpy.savez cannot name an array `file`
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    write_array(member, value, allow_pickle=False)
+        os.replace(partial, path)
+    except (OSError, struct.error, ValueError) as error:
+        partial.unlink(missing_ok=True)
+        raise InputError(f"{path}: cannot be written ({error})") from error
 
 
 def _step(arrays: dict[str, np.ndarray], wanted: Any, step: int, steps: int) -> dict[str, np.ndarray]:
@@ -110,21 +159,26 @@ def _step(arrays: dict[str, np.ndarray], wanted: Any, step: int, steps: int) -> 
     return call
 
 
-def _report(
-    outputs: dict[str, np.ndarray], rows: list[TraceRow], loss_db: float, as_json: bool, traced: bool
-) -> None:
-    from pdconvert.forensics import find_fault
+def _content(
+    outputs: dict[str, np.ndarray], rows: list[TraceRow], fault: tuple[int, Fault] | None, traced: bool
+) -> dict[str, Any]:
+    shapes = {
+        name: {"shape": list(value.shape), "dtype": str(value.dtype)} for name, value in outputs.items()
+    }
+    if not traced:
+        return {"outputs": shapes}
+    found = {**fault[1].to_json(), "step": fault[0]} if fault else None
+    return {"outputs": shapes, "trace": [_row(row) for row in rows], "fault": found}
 
-    fault = find_fault(rows, loss_db=loss_db)
-    if as_json:
-        shapes = {
-            name: {"shape": list(value.shape), "dtype": str(value.dtype)} for name, value in outputs.items()
-        }
-        content: dict[str, Any] = {"outputs": shapes}
-        if traced:
-            content |= {"trace": [_row(row) for row in rows], "fault": fault.to_json() if fault else None}
-        echo_json(content)
-        return
+
+def _print(
+    outputs: dict[str, np.ndarray],
+    rows: list[TraceRow],
+    fault: tuple[int, Fault] | None,
+    traced: bool,
+    steps: int,
+) -> None:
+    """Outputs, and the trace of the step at fault, or of the last one."""
     if traced:
         header = ("op", "output", "min", "max", "of fp16", "non-finite", "flushed", "SQNR dB")
         lines = [
@@ -133,9 +187,12 @@ def _report(
             for row in rows
         ]  # fmt: skip
         click.echo(table(lines, header))
-        click.echo(f"fault: {fault.sentence()}" if fault else "no op overflows or loses that much in fp16")
+        where = f" in step {fault[0]}, traced above" if fault and steps > 1 else ""
+        click.echo(
+            f"fault{where}: {fault[1].sentence()}" if fault else "no op overflows or loses that much in fp16"
+        )
     for name, value in outputs.items():
-        click.echo(f"{name}: {list(value.shape)} {value.dtype}")
+        click.echo(f"{printable(name)}: {list(value.shape)} {value.dtype}")
 
 
 def _row(row: TraceRow) -> dict[str, Any]:
@@ -145,11 +202,18 @@ def _row(row: TraceRow) -> dict[str, Any]:
         "position": row.op.position,
         "dtype": row.dtype,
         "shape": list(row.shape),
-        "min": row.low,
-        "max": row.high,
-        "fp16_share": row.fp16_share,
+        "min": _number(row.low),
+        "max": _number(row.high),
+        "fp16_share": _number(row.fp16_share),
         "nonfinite": row.nonfinite,
         "flushed": row.flushed,
-        "sqnr_db": row.sqnr_db,
-        "lost_db": row.lost_db,
+        "sqnr_db": _number(row.sqnr_db),
+        "lost_db": _number(row.lost_db),
     }
+
+
+def _number(value: float) -> float | str | None:
+    """As JSON has it: `inf` and `-inf` in words, None where there is no number."""
+    import math
+
+    return value if math.isfinite(value) else None if math.isnan(value) else str(value)

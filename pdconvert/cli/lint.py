@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pdconvert.cli.params import UserPath, echo_json, examples, json_option
+from pdconvert.errors import printable
 
 if TYPE_CHECKING:
     from pdconvert.lint.report import Finding, Place, Report
@@ -89,6 +90,6 @@ def _finding_text(finding: "Finding", report: "Report") -> str:
 
 def _place_text(place: "Place") -> str:
     if place.shape is None:
-        return place.name
+        return printable(place.name)
     sizes = ", ".join("?" if size < 0 else str(size) for size in place.shape)
-    return f"{place.name} {place.dtype} ({sizes})"
+    return f"{printable(place.name)} {place.dtype} ({sizes})"

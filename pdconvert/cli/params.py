@@ -9,6 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from pdconvert.errors import printable
 from pdconvert.process import is_plain_text
 from pdconvert.progress import takes_colour
 
@@ -73,7 +74,7 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
         rows: the cells, one per column; None shows as a dash.
         header: one title per column.
     """
-    cells = [[("-" if cell is None else str(cell)) for cell in row] for row in rows]
+    cells = [[("-" if cell is None else printable(str(cell))) for cell in row] for row in rows]
     right = [
         bool(rows) and all(isinstance(row[i], int | float) or row[i] is None for row in rows)
         for i in range(len(header))

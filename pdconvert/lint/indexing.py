@@ -64,7 +64,7 @@ def slice_saturation(function: FunctionView) -> Iterator[Found]:
     """`slice_by_index`, `slice_by_size` or `split` that reads the last axis from a place other than 0."""
     for op in function.of_type("slice_by_index", "slice_by_size", "split"):
         x = op.input("x")
-        if x is None or not x.shape:
+        if x is None or not x.shape or x.dtype not in ("fp16", "fp32"):  # shapes are integers
             continue
         if op.type == "split":
             axis = op.param("axis", -1)
@@ -124,12 +124,17 @@ def integer_ops(function: FunctionView) -> Iterator[Found]:
 
 def _last_begin(op: Op, size: int) -> int | None:
     """Where a slice begins on the last axis, None where that is computed."""
-    begin = op.param("begin")
-    if begin is None:
-        return None
     mask = op.param("begin_mask") or [False]
     if op.type == "slice_by_index" and mask[-1]:
         return 0
+    begin = op.param("begin")
+    if begin is None:  # joined of places of which only some are computed
+        maker = getattr(op.input("begin"), "maker", None)
+        pieces = maker.inputs.get("values", ()) if maker is not None and maker.type == "concat" else ()
+        begin = pieces[-1].python() if pieces else None
+        begin = [begin] if isinstance(begin, int) else begin
+    if not begin:
+        return None
     return begin[-1] if begin[-1] >= 0 or size == RUN_TIME else begin[-1] + size
 
 

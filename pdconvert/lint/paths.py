@@ -61,9 +61,12 @@ def _through_layout(value: Value) -> Iterator[Op]:
 
 def feeds_product(value: Value) -> bool:
     """Whether a value is an operand of a product of tensors, directly or through layout ops."""
-    for op in value.users:
-        if op.type in (*_PRODUCTS, "scaled_dot_product_attention"):
-            return True
-        if op.type in LAYOUT_OPS and feeds_product(op.out):
-            return True
+    edge, seen = [value], {id(value)}
+    while edge:
+        for op in edge.pop().users:
+            if op.type in (*_PRODUCTS, "scaled_dot_product_attention"):
+                return True
+            if op.type in LAYOUT_OPS and id(op.out) not in seen:
+                seen.add(id(op.out))
+                edge.append(op.out)
     return False

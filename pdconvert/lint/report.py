@@ -5,7 +5,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pdconvert.errors import InputError
 from pdconvert.executors.mil.package import Package
+from pdconvert.executors.mil.values import OP_ERRORS, first_line
 from pdconvert.executors.mil.view import PackageView, view_package
 from pdconvert.lint.rule import FAILING, SEVERITIES, Found, Rule, Severity
 from pdconvert.lint.rules import RULES
@@ -128,19 +130,31 @@ def find(
     """Apply rules to packages; equal findings of a function are one, with a count."""
     for rule in rules:
         for package in packages:
-            name = package.package.path.name
             if rule.on_package is not None:
-                yield from _grouped(rule, name, None, rule.on_package(package), targets)
+                yield from _grouped(rule, package, None, rule.on_package(package), targets)
             if rule.on_function is not None:
                 for function in package.functions:
-                    yield from _grouped(rule, name, function.name, rule.on_function(function), targets)
+                    yield from _grouped(rule, package, function.name, rule.on_function(function), targets)
 
 
 def _grouped(
-    rule: Rule, package: str, function: str | None, found: Iterator[Found], targets: Targets
+    rule: Rule, package: PackageView, function: str | None, found: Iterator[Found], targets: Targets
 ) -> list[Finding]:
+    """Equal findings joined.
+
+    Raises:
+        InputError: an op lacks what the rule looks at.
+    """
+    path = package.package.path
     groups: dict[Any, Finding] = {}
-    for one in found:
+    try:
+        every = list(found)
+    except OP_ERRORS as error:
+        where = f"{path}: function {function}" if function else f"{path}"
+        raise InputError(
+            f"{where}: rule {rule.id}: an op does not have the inputs that MIL gives it ({first_line(error)})"
+        ) from error
+    for one in every:
         chips = _both(_both(one.chips or CHIP_NAMES, rule.chips), targets.chips)
         systems = _both(_both(one.systems or SYSTEM_NAMES, rule.systems), targets.systems)
         if not chips or not systems:
@@ -153,7 +167,7 @@ def _grouped(
                 rule.title,
                 rule.source,
                 rule.mend,
-                package,
+                path.name,
                 function,
                 one.text,
                 chips,

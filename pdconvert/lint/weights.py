@@ -26,7 +26,7 @@ def blockwise_weights(function: FunctionView) -> Iterator[Found]:
     """`constexpr_blockwise_shift_scale` with scales along another axis than the output channels, or for part of one."""
     for op in function.ops:
         scale = op.input("scale") if op.type in _SCALED else None
-        if scale is None:
+        if scale is None or _is_table(op):
             continue
         shape, axis = op.out.shape, _output_axis(op)
         split = {i: size for i, size in enumerate(scale.shape) if size > 1}
@@ -69,7 +69,12 @@ def int8_folds(function: FunctionView) -> Iterator[Found]:
     """8-bit weights with a scale."""
     for op in function.ops:
         data = _coded(op)
-        if data is not None and data.dtype in BYTE_TYPES and op.input("scale") is not None:
+        if (
+            data is not None
+            and data.dtype in BYTE_TYPES
+            and op.input("scale") is not None
+            and not _is_table(op)
+        ):
             yield Found("8-bit weight", op)
 
 
@@ -96,11 +101,17 @@ def palette_ios18(function: FunctionView) -> Iterator[Found]:
     mend="palettize without enable_per_channel_scale, or multiply the output of the op by the scale",
 )
 def scaled_palette(function: FunctionView) -> Iterator[Found]:
-    """`constexpr_blockwise_shift_scale` of a table's result."""
+    """`constexpr_blockwise_shift_scale` of a table's result, or of the table with more than one scale.
+
+    coremltools 9.0 moves the scale of the first form onto the table before it saves.
+    """
     for op in function.ops:
         data = _coded(op) if op.type in _SCALED else None
         if data is not None and data.maker is not None and data.maker.type in _LUTS:
             yield Found("table with a scale", op)
+        scale = op.input("scale")
+        if op.type in _SCALED and _is_table(op) and scale is not None and scale.elements > 1:
+            yield Found("table with scales", op)
 
 
 @package_rule(
@@ -149,6 +160,11 @@ def _coded(op: Op) -> Value | None:
     if not op.type.startswith("constexpr_"):
         return None
     return op.input("data") or op.input("nonzero_data") or op.input("quantized_data")
+
+
+def _is_table(op: Op) -> bool:
+    """Whether what an op makes is a lookup table, not a weight."""
+    return any(user.type in _LUTS and op.out in user.inputs.get("lut", ()) for user in op.out.users)
 
 
 def _weights(function: FunctionView) -> Iterator[Value]:

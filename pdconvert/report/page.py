@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdconvert import __version__
 from pdconvert.checks import NEAR_TIE, Check
+from pdconvert.errors import InputError
 from pdconvert.report import pair_plots, quality_plots, size_plots, view
 from pdconvert.report.load import BuildReport, decibel
 from pdconvert.sizes import size_text
@@ -39,10 +40,13 @@ def write_page(build: Path) -> Path:
     """Write `report/index.html` of a build from its report.json and manifest.json.
 
     Raises:
-        InputError: as `BuildReport.read`.
+        InputError: as `BuildReport.read`, or the folder of the page leads out of the build.
     """
     page = report_page(BuildReport.read(build))
     path = build / PAGE
+    if not path.parent.resolve().is_relative_to(build.resolve()):
+        raise InputError(f"{path.parent} leads out of the build; build again")
+    path.unlink(missing_ok=True)  # a link is replaced, not followed
     path.write_text(page, encoding="utf-8")
     return path
 

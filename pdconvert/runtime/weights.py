@@ -145,7 +145,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing; build again") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not valid JSON ({error}); build again") from error
     if not isinstance(value, dict):
         raise InputError(f"{path} holds no JSON object; build again")

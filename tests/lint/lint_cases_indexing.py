@@ -28,6 +28,16 @@ def _slice_at(inputs):
     return mb.slice_by_size(x=inputs["x"], begin=begin, size=[1, 64, 1, 32])
 
 
+def _slice_channels_at(inputs):
+    begin = mb.concat(values=[np.int32([0]), inputs["place"], np.int32([0, 0])], axis=0)
+    return mb.slice_by_size(x=inputs["x"], begin=begin, size=[1, 32, 1, 64])
+
+
+def _last_size(inputs):
+    """A slice of a shape, which is integers."""
+    return mb.slice_by_index(x=inputs["place"], begin=[1], end=[2])
+
+
 def _touch(states):
     """Add the input to each state."""
 
@@ -93,6 +103,18 @@ INDEXING = [
         "slice_by_size of the last axis from a run-time place",
         Example(_slice_at, {"x": (1, 64, 1, 64), "place": (1,)}, {"place": "int32"}),
         Example(lambda i: mb.slice_by_size(x=i["x"], begin=[0, 8, 0, 0], size=[1, 8, 1, 64])),
+    ),
+    Case(
+        "slice-saturation",
+        "slice_by_size of the last axis from a run-time place",
+        Example(_slice_at, {"x": (1, 64, 1, 64), "place": (1,)}, {"place": "int32"}),
+        Example(_slice_channels_at, {"x": (1, 64, 1, 64), "place": (1,)}, {"place": "int32"}),
+    ),
+    Case(
+        "slice-saturation",
+        "slice_by_index of the last axis from 16",
+        Example(_slice(3, 16)),
+        Example(_last_size, {"place": (4,)}, {"place": "int32"}),
     ),
     Case(
         "run-time-bounds",

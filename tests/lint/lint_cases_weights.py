@@ -47,6 +47,18 @@ def _tables(*groups, scale=None):
     return body
 
 
+def _coded_tables(scales, *groups):
+    """A table of 8-bit entries with scales, as coremltools 9.0 saves a table with a scale per output channel."""
+
+    def body(inputs):
+        shape = (*groups, 16, 1)
+        lut = mb.constexpr_blockwise_shift_scale(data=codes(np.int8, *shape), scale=half(*scales))
+        weight = mb.constexpr_lut_to_dense(indices=codes(UINT4, 64, 64, 1, 1), lut=lut)
+        return mb.conv(x=inputs["x"], weight=weight)
+
+    return body
+
+
 def _old_table(inputs):
     weight = mb.constexpr_lut_to_dense(
         indices=codes(np.uint8, 2048), lut=half(16), shape=np.uint32([64, 64, 1, 1])
@@ -91,6 +103,24 @@ WEIGHTS = [
         "8-bit weight",
         Example(_scaled(64, 1, 1, 1, dtype=np.int8)),
         Example(_scaled(64, 1, 1, 1)),
+    ),
+    Case(
+        "int8-folds",
+        "8-bit weight",
+        Example(_scaled(64, 1, 1, 1, dtype=np.int8)),
+        Example(_coded_tables((1, 1, 1, 1, 1, 1), 8, 1, 1, 1)),
+    ),
+    Case(
+        "blockwise-weights",
+        "weight with one scale for each block of 1x32x1x1",
+        Example(_scaled(64, 2, 1, 1)),
+        Example(_coded_tables((1, 1, 1, 1, 16, 1), 1, 1, 1, 1)),
+    ),
+    Case(
+        "scaled-palette",
+        "table with scales",
+        Example(_coded_tables((64, 1, 1, 1, 1, 1), 64, 1, 1, 1)),
+        Example(_coded_tables((1, 1, 1, 1, 1, 1), 1, 1, 1, 1)),
     ),
     Case(
         "palette-ios18",

@@ -49,6 +49,30 @@ def test_flexible_shapes(tmp_path: Path, shape, rule) -> None:
     assert report.passed == (rule != "run-time-shape")
 
 
+@pytest.mark.parametrize(
+    ("shape", "rule"),
+    [
+        (ct.EnumeratedShapes([(1, 3, 32, 32), (1, 3, 48, 64)]), "enumerated-shapes"),
+        (ct.Shape((1, 3, 32, ct.RangeDim(16, 64, default=32))), "run-time-shape"),
+        ((1, 3, 32, 32), None),
+    ],
+    ids=["enumerated", "range", "fixed"],
+)
+def test_flexible_images(tmp_path: Path, shape, rule) -> None:
+    module = torch.nn.Conv2d(3, 4, 1).eval()
+    model = ct.convert(
+        torch.jit.trace(module, torch.zeros(1, 3, 32, 32)),
+        inputs=[ct.ImageType("x", shape=shape)],
+        minimum_deployment_target=ct.target.iOS17,
+        skip_model_load=True,
+    )
+    model.save(str(tmp_path / "x.mlpackage"))
+    found = [f.rule for f in lint_path(tmp_path / "x.mlpackage").findings]
+    assert [name for name in found if name in ("run-time-shape", "enumerated-shapes")] == (
+        [rule] if rule else []
+    )
+
+
 def test_a_package_in_fp32_fails(tmp_path: Path) -> None:
     report = lint_path(converted(tmp_path / "x.mlpackage", (1, 8, 1, 32), ct.precision.FLOAT32))
     assert {(f.found, f.count) for f in of(report, "fp32-inside")} == {

@@ -1,13 +1,16 @@
 """The neutral view of a program that rules read."""
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from lint_programs import Example, conv, half, mb
 
 from pdconvert.errors import InputError
-from pdconvert.executors.mil import Package
+from pdconvert.executors.mil import MilSession, Package
 from pdconvert.executors.mil.view import reads_state, view_package, walk_back
 
 
@@ -92,7 +95,38 @@ def test_a_program_that_does_not_hold_together(tmp_path: Path) -> None:
     package = Package.open(Example(lambda i: mb.relu(x=i["x"])).save(tmp_path / "x.mlpackage"))
     operations = package.block("main").operations
     operations[0].inputs["x"].arguments[0].name = "nowhere"
-    with pytest.raises(
-        InputError, match="function main: an input of op relu .* is 'nowhere', which nothing computes"
-    ):
+    wanted = (
+        r"op relu '.*' \(number 0 of function main\): an input is 'nowhere', which nothing before it computes"
+    )
+    with pytest.raises(InputError, match=wanted):
         view_package(package)
+
+
+def test_constants_made_of_each_other_are_read_once(tmp_path: Path) -> None:
+    """Each of 60 is the one before added to itself: without a memory that would be 2^60 reads."""
+
+    def doubled(i: Mapping[str, Any]) -> Any:
+        value = mb.constexpr_blockwise_shift_scale(
+            data=np.ones((1, 64, 1, 64), np.int8), scale=np.full((1, 64, 1, 1), 0.5, np.float16)
+        )
+        return mb.add(x=i["x"], y=value)
+
+    package = Package.open(Example(doubled).save(tmp_path / "x.mlpackage"))
+    operations = package.block("main").operations
+    last = copy.deepcopy(operations[-1])
+    del operations[-1]
+    name = last.inputs["y"].arguments[0].name
+    for step in range(60):
+        made = operations.add()
+        made.CopyFrom(last)
+        made.outputs[0].name = f"made_{step}"
+        for side in ("x", "y"):
+            made.inputs[side].arguments[0].name = name
+        name = made.outputs[0].name
+    last.inputs["y"].arguments[0].name = name
+    operations.add().CopyFrom(last)
+    function = view_package(package).functions[0]
+    assert len(function.ops[-1].inputs["y"][0].records()) == 2
+    inputs = {"x": np.zeros((1, 64, 1, 64), np.float32)}
+    result = MilSession(package, "main", mode="fp32").run(inputs)
+    assert float(next(iter(result.values())).max()) == 2.0**59

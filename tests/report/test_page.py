@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from pdconvert.errors import InputError
 from pdconvert.pipeline import build
 from pdconvert.recipe import load_recipe
 from pdconvert.report.load import BuildReport
-from pdconvert.report.page import PAGE, report_page
+from pdconvert.report.page import PAGE, report_page, write_page
 from pdconvert.schema import SCHEMA
 
 PLOTS = 9
@@ -292,3 +293,18 @@ def test_sections_of_another_form_are_refused_in_one_line(copied: Path, name: st
         assert result.exit_code in (0, 2), result.stderr
         assert len(result.stderr.splitlines()) == (1 if result.exit_code else 0), result.stderr
     assert CliRunner().invoke(main, ["report", str(copied)]).exit_code == 2
+
+
+def test_a_link_in_the_place_of_the_page_is_replaced_and_not_followed(passing: Path, tmp_path: Path) -> None:
+    copied, victim = shutil.copytree(passing, tmp_path / "build"), tmp_path / "victim"
+    victim.write_text("precious")
+    (copied / "report" / "index.html").unlink()
+    (copied / "report" / "index.html").symlink_to(victim)
+    write_page(copied)
+    assert (
+        victim.read_text() == "precious" and "<html" in (copied / "report" / "index.html").read_text()[:200]
+    )
+    (copied / "report").rename(tmp_path / "report")
+    (copied / "report").symlink_to(tmp_path / "report")
+    with pytest.raises(InputError, match="leads out of the build"):
+        write_page(copied)

@@ -4,6 +4,7 @@ Every run-time value gets a slot. Constants become `Static` values; an op with c
 folded into one.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from pdconvert.executors.mil.ops import OPS, REFUSED, STATE_OPS, OpRow
 from pdconvert.executors.mil.ops.row import LIST_INPUTS
 from pdconvert.executors.mil.package import Package
 from pdconvert.executors.mil.plan import OpInfo, Plan, Step
-from pdconvert.executors.mil.values import FileValue, ValueInfo, read_value, value_info
+from pdconvert.executors.mil.values import OP_ERRORS, FileValue, ValueInfo, first_line, read_value, value_info
 from pdconvert.executors.mil.weights import Folded, Leaf, Static, held_bytes
 
 _STATE_INPUT = {"read_state": "input", "write_state": "input", "coreml_update_state": "state"}
@@ -94,6 +95,10 @@ class PlanBuilder:
                 self._add(op, where)
             except InputError as error:
                 raise InputError(f"{self._package.path}: {where}: {error}") from error
+            except OP_ERRORS as error:
+                raise InputError(
+                    f"{self._package.path}: {where}: cannot be read ({first_line(error)})"
+                ) from error
         self._outputs = {name: self._slot(self._named[name]) for name in block.outputs}
 
     def _computed_inputs(self, op: Any) -> tuple[str, ...]:
@@ -214,11 +219,10 @@ class PlanBuilder:
 
     def _fold(self, where: OpInfo, fn: Any, args: list[Any], params: Mapping[str, Any], rounds: Any) -> None:
         node = f"{self._package.path}: {where}"
-        keys = tuple(
-            tuple(v.key for v in a) if isinstance(a, list) else None if a is None else a.key for a in args
-        )
+        keys = [[v.key for v in a] if isinstance(a, list) else None if a is None else a.key for a in args]
+        made = hashlib.sha256(repr((where.op_type, sorted(params.items()), keys, rounds)).encode()).digest()
         for index, name in enumerate(where.outputs):
-            key = ("op", where.op_type, index, repr(sorted(params.items())), keys, rounds[index])
+            key = ("op", made, index)  # of one size however deep constants are made of others
             self._named[name] = Folded(where.types[index], fn, args, index, node, rounds[index], key)
 
     def _add_state(self, op: Any, where: OpInfo) -> None:

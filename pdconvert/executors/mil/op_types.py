@@ -6,7 +6,7 @@ A test holds the list against the tables in `ops/` and against coremltools' regi
 from pathlib import Path
 from typing import Any
 
-from pdconvert.errors import InputError
+from pdconvert.errors import InputError, printable
 
 _NAMES = """
 abs acos add affine argsort asin atan atanh avg_pool band_part batch_norm batch_to_space cast ceil
@@ -51,6 +51,6 @@ def check_known(package: Path, function: str, position: int, op: Any) -> None:
     if op.type not in KNOWN:
         name = f" {op.outputs[0].name!r}" if op.outputs else ""
         raise InputError(
-            f"{package}: op {op.type}{name} (number {position} of function {function}): {UNKNOWN}; "
+            f"{package}: op {printable(op.type)}{name} (number {position} of function {function}): {UNKNOWN}; "
             "the package is damaged, or made for a newer system"
         )

@@ -9,7 +9,7 @@ from typing import Any
 from pdconvert.errors import InputError
 from pdconvert.executors.mil.blob import BlobFile
 from pdconvert.executors.mil.proto import model_pb2
-from pdconvert.executors.mil.values import ValueInfo, value_info
+from pdconvert.executors.mil.values import ValueInfo, described, value_info
 
 _MODEL_PATH = "@model_path/"
 MIN_SPEC_VERSION = 6
@@ -140,7 +140,7 @@ class Package:
         outputs = {}
         for output in block.outputs:
             if output in types:
-                outputs[output] = value_info(types[output])
+                outputs[output] = described(types[output])
             elif output in inputs:
                 outputs[output] = inputs[output]
             else:
@@ -160,8 +160,10 @@ class BlobTable(dict[str, BlobFile]):
         self._model_folder = model_folder.resolve()
 
     def __missing__(self, name: str) -> BlobFile:
-        if not name.startswith(_MODEL_PATH):
-            raise InputError(f"{self._package}: weight file name {name!r} does not begin with {_MODEL_PATH}")
+        if not name.startswith(_MODEL_PATH) or not name.isprintable():
+            raise InputError(
+                f"{self._package}: weight file name {name!r} does not begin with {_MODEL_PATH}, or is no path"
+            )
         target = (self._model_folder / name.removeprefix(_MODEL_PATH)).resolve()
         if not target.is_relative_to(self._package):
             raise InputError(f"{self._package}: weight file name {name!r} points outside the package")
@@ -179,15 +181,15 @@ def _find_model(folder: Path) -> Path:
         manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{folder}: has no Manifest.json, so it is not an .mlpackage") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{manifest_file}: not readable as JSON ({error})") from error
     items = manifest.get("itemInfoEntries") if isinstance(manifest, dict) else None
     root = manifest.get("rootModelIdentifier") if isinstance(manifest, dict) else None
-    if not isinstance(items, dict) or not isinstance(items.get(root), dict):
+    if not isinstance(items, dict) or not isinstance(root, str) or not isinstance(items.get(root), dict):
         raise InputError(f"{manifest_file}: names no model (rootModelIdentifier without an entry)")
     relative = items[root].get("path")
-    if not isinstance(relative, str) or not relative:
-        raise InputError(f"{manifest_file}: the model's entry has no path")
+    if not isinstance(relative, str) or not relative or not relative.isprintable():
+        raise InputError(f"{manifest_file}: the model's entry has no path that a file can have")
     model_file = folder / "Data" / PurePosixPath(relative)
     if not model_file.resolve().is_relative_to(folder.resolve()):
         raise InputError(f"{manifest_file}: the model's path {relative!r} points outside the package")

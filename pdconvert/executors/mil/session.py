@@ -103,8 +103,21 @@ class MilSession:
         return self._builder.weight_bytes <= self.cache.limit_bytes
 
     def make_state(self) -> State:
-        """Return the function's states, all zero."""
-        return {name: _zeros(info) for name, info in self.function.states.items()}
+        """Return the function's states, all zero.
+
+        Raises:
+            InputError: a state that is no tensor of a known and possible size.
+        """
+        found: State = {}
+        for name, info in self.function.states.items():
+            try:
+                found[name] = _zeros(info)
+            except OP_ERRORS as error:
+                raise InputError(
+                    f"{self.package.path}: state {name!r} of type {info.dtype} and shape {list(info.shape)} cannot be"
+                    f" held ({first_line(error)})"
+                ) from error
+        return found
 
     @property
     def rounds_states(self) -> bool:
@@ -262,9 +275,15 @@ class MilSession:
         if not fits:
             raise InputError(f"{where} has shape {list(value.shape)}, expected {list(info.shape)}")
         mil = dtypes.BY_NAME[info.dtype]
-        if value.dtype.is_floating_point != mil.is_float and not mil.is_float:
+        if value.is_complex() or (value.is_floating_point() and not mil.is_float):
             raise InputError(f"{where} has type {value.dtype}, expected {info.dtype}")
-        value = value.to(getattr(torch, mil.torch))
+        target = getattr(torch, mil.torch)
+        if not target.is_floating_point and target is not torch.bool and value.numel():
+            numbers, limits = np.asarray(given), torch.iinfo(target)
+            least, most = int(numbers.min()), int(numbers.max())
+            if least < limits.min or most > limits.max:
+                raise InputError(f"{where} holds {least} to {most}, more than {info.dtype} does")
+        value = value.to(target)
         return round_fp16(value) if self.mode == "fp16" and info.dtype == "fp16" else value
 
 

@@ -1,5 +1,6 @@
 """MIL values of the protobuf: element types, shapes, immediate values and file values."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,8 @@ from pdconvert.executors.mil.dtypes import MilType
 if TYPE_CHECKING:
     import torch
 
-OP_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError)
-"""What an op's function raises on inputs that do not fit it."""
+OP_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError, AttributeError)
+"""What comes of values that do not fit an op, while it is read and while it runs."""
 
 RUN_TIME = -1
 """Size of a dimension that is known only when the program runs."""
@@ -102,6 +103,22 @@ def value_info(proto: Any) -> ValueInfo:
     return ValueInfo(found[1], found[0].name)
 
 
+def described(proto: Any) -> ValueInfo:
+    """What a `ValueType` says; a type that is no tensor, or unknown, by its name or number."""
+    kind = proto.WhichOneof("type")
+    if kind == "stateType":
+        inner = described(proto.stateType.wrappedType)
+        return ValueInfo(inner.shape, inner.dtype, state=True)
+    if kind != "tensorType":
+        return ValueInfo((), str(kind).removesuffix("Type"))
+    tensor = proto.tensorType
+    known = dtypes.from_proto(tensor.dataType)
+    shape = tuple(
+        d.constant.size if d.WhichOneof("dimension") == "constant" else RUN_TIME for d in tensor.dimensions
+    )
+    return ValueInfo(shape, known.name if known else f"type {tensor.dataType}")
+
+
 def read_value(proto: Any, blobs: Mapping[str, BlobFile]) -> "FileValue | np.ndarray | str | list[str]":
     """Read a MIL `Value`.
 
@@ -142,8 +159,7 @@ def read_value(proto: Any, blobs: Mapping[str, BlobFile]) -> "FileValue | np.nda
         array = np.asarray(held, dtype=np.float64 if field in ("floats", "doubles") else np.int64).astype(
             dtype.numpy
         )
-    count = int(np.prod(shape, dtype=np.int64))
-    if array.size != count:
+    if array.size != math.prod(shape):
         raise InputError(f"a constant of type {dtype.name} {list(shape)} has {array.size} elements")
     return array.reshape(shape)
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from pdconvert.collection import uncollected
-from pdconvert.errors import InputError
+from pdconvert.errors import InputError, printable
 from pdconvert.executors.mil import dtypes
 from pdconvert.executors.mil.op_types import check_known
 from pdconvert.executors.mil.package import Package
-from pdconvert.executors.mil.values import RUN_TIME, FileValue, ValueInfo, read_value
+from pdconvert.executors.mil.values import OP_ERRORS, RUN_TIME, FileValue, described, first_line, read_value
 
 SYSTEMS = {6: "iOS15", 7: "iOS16", 8: "iOS17", 9: "iOS18"}
 """Oldest system that opens a package, by specification version (iOS 16 stands for macOS 13, and so on)."""
@@ -78,9 +78,19 @@ class Value:
         """Size in bytes of each record of a weight file that a constant is made of, by (file, offset)."""
         if isinstance(self.held, FileValue):
             return {(self.held.blob.path.name, self.held.offset): self.held.size_bytes}
-        if self.maker is None or not self.maker.is_constant:
-            return {}
-        return {record: size for value in self.maker.values() for record, size in value.records().items()}
+        found: dict[tuple[str, int], int] = {}
+        edge, seen = [self], {id(self)}
+        while edge:
+            maker = edge.pop().maker
+            if maker is None or not maker.is_constant:
+                continue
+            for value in maker.values():
+                if isinstance(value.held, FileValue):
+                    found |= value.records()
+                elif id(value) not in seen:
+                    seen.add(id(value))
+                    edge.append(value)
+        return found
 
 
 @dataclass(eq=False)
@@ -229,49 +239,69 @@ class _Reader:
         inputs: dict[str, Value] = {}
         states: dict[str, Value] = {}
         for item in proto.inputs:
-            info = _info(item.type)
+            info = described(item.type)
             value = Value(item.name, info.shape, info.dtype, is_state=info.state)
             (states if info.state else inputs)[item.name] = value
             self._named[item.name] = value
         self._block(block, ())
-        outputs = {name: self._value(name, "an output of the function") for name in block.outputs}
+        outputs = {
+            name: self._value(name, f"{self._package.path}: an output of function {self._name}")
+            for name in block.outputs
+        }
         flexible = _flexible(self._package.spec.description, self._name)
         return FunctionView(self._name, proto.opset, inputs, states, outputs, self._ops, flexible)
 
     def _block(self, block: Any, scope: tuple[str, ...]) -> None:
         for position, proto in enumerate(block.operations):
             check_known(self._package.path, self._name, position, proto)
-            if proto.type == "const":
-                self._constant(proto)
+            try:
+                op = self._operation(proto, scope)
+            except InputError as error:
+                raise InputError(f"{self._where(proto, position)}: {error}") from error
+            except OP_ERRORS as error:
+                raise InputError(
+                    f"{self._where(proto, position)}: cannot be read ({first_line(error)})"
+                ) from error
+            if op is None:
                 continue
-            op = Op(proto.type, self._inputs(proto), scope=scope)
-            op.outputs = tuple(self._output(output, op) for output in proto.outputs)
-            for value in op.values():
-                value.users.append(op)
-            self._ops.append(op)
             for inner in proto.blocks:
                 for item in inner.inputs:  # a loop's variables: computed, by the op that loops
-                    info = _info(item.type)
+                    info = described(item.type)
                     self._named[item.name] = Value(item.name, info.shape, info.dtype, maker=op)
                 self._block(inner, (*scope, op.name))
 
+    def _where(self, proto: Any, position: int) -> str:
+        name = f" {proto.outputs[0].name!r}" if proto.outputs else ""
+        return f"{self._package.path}: op {printable(proto.type)}{name} (number {position} of function {self._name})"
+
+    def _operation(self, proto: Any, scope: tuple[str, ...]) -> Op | None:
+        """Read an op, or a plain constant, which is none."""
+        if proto.type == "const":
+            self._constant(proto)
+            return None
+        op = Op(proto.type, self._inputs(proto), scope=scope)
+        op.outputs = tuple(self._output(output, op) for output in proto.outputs)
+        for value in op.values():
+            value.users.append(op)
+        self._ops.append(op)
+        return op
+
     def _constant(self, proto: Any) -> None:
-        name, info = proto.outputs[0].name, _info(proto.outputs[0].type)
+        name, info = proto.outputs[0].name, described(proto.outputs[0].type)
         held = read_value(proto.attributes["val"], self._package.blobs)
         self._named[name] = Value(name, info.shape, info.dtype, held=held)
 
     def _output(self, proto: Any, op: Op) -> Value:
-        info = _info(proto.type)
+        info = described(proto.type)
         self._named[proto.name] = Value(proto.name, info.shape, info.dtype, maker=op)
         return self._named[proto.name]
 
     def _inputs(self, proto: Any) -> dict[str, tuple[Value, ...]]:
-        where = f"an input of op {proto.type} {proto.outputs[0].name if proto.outputs else ''}"
         inputs = {
             name: tuple(
                 self._literal(binding.value)
                 if binding.WhichOneof("binding") == "value"
-                else self._value(binding.name, where)
+                else self._value(binding.name, "an input")
                 for binding in argument.arguments
             )
             for name, argument in proto.inputs.items()
@@ -282,45 +312,30 @@ class _Reader:
         return inputs | attributes
 
     def _literal(self, proto: Any) -> Value:
-        info = _info(proto.type)
+        info = described(proto.type)
         return Value("", info.shape, info.dtype, held=read_value(proto, self._package.blobs))
 
     def _value(self, name: str, where: str) -> Value:
         if name not in self._named:
-            raise InputError(
-                f"{self._package.path}: function {self._name}: {where} is {name!r}, which nothing computes"
-            )
+            raise InputError(f"{where} is {name!r}, which nothing before it computes")
         return self._named[name]
 
 
-def _info(proto: Any) -> ValueInfo:
-    """What a `ValueType` says; a type that is no tensor, or unknown, by its name or number."""
-    kind = proto.WhichOneof("type")
-    if kind == "stateType":
-        inner = _info(proto.stateType.wrappedType)
-        return ValueInfo(inner.shape, inner.dtype, state=True)
-    if kind != "tensorType":
-        return ValueInfo((), str(kind).removesuffix("Type"))
-    tensor = proto.tensorType
-    known = dtypes.from_proto(tensor.dataType)
-    shape = tuple(
-        d.constant.size if d.WhichOneof("dimension") == "constant" else RUN_TIME for d in tensor.dimensions
-    )
-    return ValueInfo(shape, known.name if known else f"type {tensor.dataType}")
-
-
 def _flexible(description: Any, function: str) -> dict[str, str]:
-    """Inputs that the model description gives several shapes."""
+    """Inputs that the model description gives several shapes: `enumerated` or `range`."""
     named = [item.input for item in description.functions if item.name == function]
     found = {}
     for feature in named[0] if named else description.input:
-        array = feature.type.multiArrayType
-        kind = array.WhichOneof("ShapeFlexibility")
-        fixed = kind == "shapeRange" and all(
-            size.lowerBound == size.upperBound for size in array.shapeRange.sizeRanges
-        )
-        if kind and not fixed:
-            found[feature.name] = "enumerated" if kind == "enumeratedShapes" else "range"
+        array, image = feature.type.multiArrayType, feature.type.imageType
+        kind = array.WhichOneof("ShapeFlexibility") or image.WhichOneof("SizeFlexibility")
+        bounds = {
+            "shapeRange": array.shapeRange.sizeRanges,
+            "imageSizeRange": [image.imageSizeRange.widthRange, image.imageSizeRange.heightRange],
+        }.get(kind or "", ())
+        if bounds and all(size.lowerBound == size.upperBound for size in bounds):
+            continue
+        if kind:
+            found[feature.name] = "enumerated" if kind.startswith("enumerated") else "range"
     return found
 
 
