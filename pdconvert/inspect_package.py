@@ -211,12 +211,17 @@ class _ConstantReader:
         if kind == "affine_dequantize":  # iOS 16: a scale per tensor or per channel
             scale = self._shape(op, "scale")
             return self._dtype(op, "quantized_data"), "per_channel" if math.prod(scale) > 1 else "per_tensor"
-        if kind == "blockwise_shift_scale":  # iOS 18
-            return self._nested_dtype(op, "data"), _block_granularity(info.shape, self._shape(op, "scale"))
-        if kind == "lut_to_dense":
+        if kind in ("blockwise_shift_scale", "sparse_blockwise_shift_scale"):  # iOS 18
+            data = "data" if kind == "blockwise_shift_scale" else "nonzero_data"
+            return self._nested_dtype(op, data), _block_granularity(info.shape, self._shape(op, "scale"))
+        if kind in ("lut_to_dense", "lut_to_sparse"):
             return self._lut_form(op, info)
         if kind == "sparse_to_dense":
-            return "sparse", "-"
+            values = self._value(op, "nonzero_data")
+            if getattr(values, "type", "const") == "const" or not hasattr(values, "outputs"):
+                return "sparse", "-"
+            dtype, granularity = self._form(values, info)
+            return f"sparse {dtype}", granularity
         if kind == "cast":
             return self._dtype(op, "source_val"), "-"
         return kind, "-"
@@ -281,7 +286,7 @@ def _block_granularity(shape: tuple[int, ...], scales: tuple[int, ...]) -> str:
     split = {axis: shape[axis] // count for axis, count in enumerate(scales) if count > 1}
     blocks = [size for size in split.values() if size > 1]
     if not blocks:
-        return "per_channel" if len(split) == 1 else "per_block 1"
+        return "per_channel" if len(split) == 1 else f"per_block {math.prod(shape) // math.prod(scales)}"
     return f"per_block {'x'.join(map(str, blocks))}"
 
 

@@ -1,6 +1,7 @@
 """Programs that do not hold together: `exec`, `inspect` and `lint` say so in one line, whatever is wrong in them."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,20 @@ def test_a_manifest_of_another_form(text: str, tmp_path: Path) -> None:
     (package / "Manifest.json").write_text(text)
     result = CliRunner().invoke(main, ["inspect", str(package)])
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["Manifest.json", "Data/com.apple.CoreML/weights/weight.bin", "in.npz"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    draft = Draft()
+    draft.op("add", x="x", y="x")
+    attributes = draft.block.operations[0].attributes
+    draft.tensor(attributes["unused"].type, "fp32", (2, 4))
+    attributes["unused"].blobFileValue.fileName = "@model_path/weights/weight.bin"
+    package = draft.save(tmp_path / "p.mlpackage")
+    np.savez(tmp_path / "in.npz", x=np.ones((2, 4), np.float32))
+    place = (tmp_path if name == "in.npz" else package) / name
+    place.unlink(missing_ok=True)
+    place.parent.mkdir(exist_ok=True)
+    os.mkfifo(place)
+    result = CliRunner().invoke(main, ["exec", str(package), "--inputs", str(tmp_path / "in.npz")])
+    assert result.exit_code == 2 and "not a regular file" in result.stderr

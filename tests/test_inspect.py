@@ -161,7 +161,21 @@ def test_a_sparse_weight_with_scales(tmp_path: Path) -> None:
 
     path = write_program(tmp_path / "x.mlpackage", [(1, 8, 1, 10)], body)
     main = inspect_path(path)["functions"]["main"]
-    assert weights(main) == {("sparse", "-"): (1, 512, 256 + 128 + 64)}
+    assert weights(main) == {("sparse int8", "per_channel"): (1, 512, 256 + 128 + 64)}
+
+
+def test_a_table_for_each_place_of_several_axes(tmp_path: Path) -> None:
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.mil import types
+
+    def body(x):
+        codes = np.zeros((32, 8, 1, 3), types.np_uint4_dtype)
+        lut = np.ones((1, 8, 1, 3, 16, 1), np.float16)
+        return mb.conv(x=x, weight=mb.constexpr_lut_to_dense(indices=codes, lut=lut))
+
+    path = write_program(tmp_path / "x.mlpackage", [(1, 8, 1, 10)], body)
+    [group] = weights(inspect_path(path)["functions"]["main"])
+    assert group == ("lut4", "per_group 32")
 
 
 def test_states(packages: Path) -> None:

@@ -106,6 +106,8 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
     import numpy as np
 
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: not a regular file; give an .npz with one array for each input")
     numpys = (ValueError, OSError, EOFError, AttributeError, TypeError, RuntimeError, TokenError)
     try:
         with np.load(path, allow_pickle=False) as content:

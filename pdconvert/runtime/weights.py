@@ -141,6 +141,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         InputError: the file is missing or holds no JSON object.
     """
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} is not a regular file; build again")
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:

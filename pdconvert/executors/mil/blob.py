@@ -49,6 +49,8 @@ class BlobFile:
             InputError: the file is missing, empty, or not a blob of storage version 2.
         """
         self.path = path
+        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+            raise InputError(f"{path}: the weight file is not a regular file")
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

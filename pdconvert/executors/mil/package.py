@@ -177,6 +177,8 @@ def _find_model(folder: Path) -> Path:
         problem = "not a folder" if folder.exists() else "no such package"
         raise InputError(f"{folder}: {problem}; an .mlpackage is a folder with a Manifest.json")
     manifest_file = folder / "Manifest.json"
+    if manifest_file.exists() and not manifest_file.is_file():
+        raise InputError(f"{manifest_file}: not a regular file")
     try:
         manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
     except FileNotFoundError:

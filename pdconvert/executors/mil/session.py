@@ -11,6 +11,7 @@ import torch
 from pdconvert.errors import InputError
 from pdconvert.executors.mil import dtypes
 from pdconvert.executors.mil.graph import PlanBuilder
+from pdconvert.executors.mil.interface import Feature, read_features
 from pdconvert.executors.mil.package import FunctionInfo, Package
 from pdconvert.executors.mil.plan import OpInfo, Plan, Step
 from pdconvert.executors.mil.program import Entry, Program
@@ -70,6 +71,7 @@ class MilSession:
         self.package = package if isinstance(package, Package) else Package.open(package)
         self.function: FunctionInfo = self.package.function(function)
         self.mode = mode
+        self._features = read_features(self.package.spec.description, self.function.name)
         self.reason = reason
         limit = default_cache_bytes() if weight_cache_bytes is None else weight_cache_bytes
         self.cache = cache if cache is not None else WeightCache(limit)
@@ -141,7 +143,8 @@ class MilSession:
         """Run the function once.
 
         Args:
-            inputs: every input by name. Floats of any width are taken for float inputs.
+            inputs: every input by name, apart from those for which the package has a default. Floats of any width
+                are taken for float inputs.
             state: buffers from `make_state`, updated in place; needed where the function has states.
                 After an error their content is undefined.
 
@@ -256,6 +259,8 @@ class MilSession:
 
     def _bind(self, plan: Plan, inputs: Mapping[str, Any], registers: list[Any]) -> None:
         wanted = self.function.inputs
+        defaults = {name: self._default(name, info) for name, info in wanted.items() if name not in inputs}
+        inputs = {**inputs, **{name: value for name, value in defaults.items() if value is not None}}
         missing = [name for name in wanted if name not in inputs]
         extra = [name for name in inputs if name not in wanted]
         if missing or extra:
@@ -266,6 +271,13 @@ class MilSession:
         for name, info in wanted.items():
             registers[plan.inputs[name]] = self._input(name, info, inputs[name])
 
+    def _default(self, name: str, info: ValueInfo) -> torch.Tensor | None:
+        """What stands in for an input that is left out; None where the package has no default of a known size."""
+        default = self._features.get(name, Feature()).default
+        if default is None or not info.is_static:
+            return None
+        return torch.full(info.shape, default if dtypes.BY_NAME[info.dtype].is_float else int(default))
+
     def _input(self, name: str, info: ValueInfo, given: Any) -> torch.Tensor:
         value = torch.as_tensor(given)
         where = f"{self.package.path}: function {self.function.name}: input {name!r}"
@@ -274,6 +286,11 @@ class MilSession:
         )
         if not fits:
             raise InputError(f"{where} has shape {list(value.shape)}, expected {list(info.shape)}")
+        feature = self._features.get(name, Feature())
+        if not feature.allows(value.shape):
+            raise InputError(
+                f"{where} has shape {list(value.shape)}; the package takes {feature.shapes_text}"
+            )
         mil = dtypes.BY_NAME[info.dtype]
         if value.is_complex() or (value.is_floating_point() and not mil.is_float):
             raise InputError(f"{where} has type {value.dtype}, expected {info.dtype}")

@@ -15,6 +15,7 @@ import numpy as np
 from pdconvert.collection import uncollected
 from pdconvert.errors import InputError, printable
 from pdconvert.executors.mil import dtypes
+from pdconvert.executors.mil.interface import read_features
 from pdconvert.executors.mil.op_types import check_known
 from pdconvert.executors.mil.package import Package
 from pdconvert.executors.mil.values import OP_ERRORS, RUN_TIME, FileValue, described, first_line, read_value
@@ -248,7 +249,8 @@ class _Reader:
             name: self._value(name, f"{self._package.path}: an output of function {self._name}")
             for name in block.outputs
         }
-        flexible = _flexible(self._package.spec.description, self._name)
+        features = read_features(self._package.spec.description, self._name)
+        flexible = {name: feature.flexible for name, feature in features.items() if feature.flexible}
         return FunctionView(self._name, proto.opset, inputs, states, outputs, self._ops, flexible)
 
     def _block(self, block: Any, scope: tuple[str, ...]) -> None:
@@ -319,24 +321,6 @@ class _Reader:
         if name not in self._named:
             raise InputError(f"{where} is {name!r}, which nothing before it computes")
         return self._named[name]
-
-
-def _flexible(description: Any, function: str) -> dict[str, str]:
-    """Inputs that the model description gives several shapes: `enumerated` or `range`."""
-    named = [item.input for item in description.functions if item.name == function]
-    found = {}
-    for feature in named[0] if named else description.input:
-        array, image = feature.type.multiArrayType, feature.type.imageType
-        kind = array.WhichOneof("ShapeFlexibility") or image.WhichOneof("SizeFlexibility")
-        bounds = {
-            "shapeRange": array.shapeRange.sizeRanges,
-            "imageSizeRange": [image.imageSizeRange.widthRange, image.imageSizeRange.heightRange],
-        }.get(kind or "", ())
-        if bounds and all(size.lowerBound == size.upperBound for size in bounds):
-            continue
-        if kind:
-            found[feature.name] = "enumerated" if kind.startswith("enumerated") else "range"
-    return found
 
 
 def walk_back(value: Value, through: frozenset[str], depth: int) -> Iterator[Op]:
