@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from pdconvert.executors.mil.values import RUN_TIME
-from pdconvert.executors.mil.view import FunctionView, Op
+from pdconvert.executors.mil.view import FunctionView, Op, walk_back
 from pdconvert.lint.rule import Found, function_rule
 from pdconvert.lint.targets import CHIPS, SLICES
 
@@ -31,7 +31,10 @@ _COMPARISONS = ("greater", "greater_equal", "less", "less_equal", "equal", "not_
 def gather(function: FunctionView) -> Iterator[Found]:
     """`gather` and its kin with computed indices or a computed table."""
     for op in function.of_type(*GATHERS):
-        yield Found(f"{op.type} from {_table(op)}", op)
+        table = op.input("x")
+        makers = walk_back(table, frozenset({"cast"}), 3) if table is not None else ()
+        if all(maker.type != "shape" for maker in makers):  # a size is no row of a table
+            yield Found(f"{op.type} from {_table(op)}", op)
 
 
 @function_rule(

@@ -31,11 +31,16 @@ _BOUNDED = frozenset(
     mend="convert with fp16 precision; keep fp32 to casts right at inputs and outputs",
 )
 def fp32_inside(function: FunctionView) -> Iterator[Found]:
-    """An op with an fp32 result, other than a cast whose result is an output of the function."""
+    """An op with an fp32 result, other than a cast to an output of the function, or to the classifier at its end."""
     for op in function.computed_ops:
         wide = [value for value in op.outputs if value.dtype in WIDE_TYPES]
-        if wide and not (op.type == "cast" and function.is_output(op.out)):
+        if wide and not (op.type == "cast" and _ends(function, op)):
             yield Found(f"{op.type} in {wide[0].dtype}", op, value=wide[0])
+
+
+def _ends(function: FunctionView, op: Op) -> bool:
+    """Whether an op's result is an output of the function, or goes into the classifier at its end."""
+    return function.is_output(op.out) or {user.type for user in op.out.users} == {"classify"}
 
 
 @function_rule(

@@ -75,6 +75,12 @@ LAYOUT = [
         "last-axis-copy",
         "concat touches the last axis",
         Example(lambda i: mb.concat(values=(i["x"], mb.relu(x=i["x"])), axis=-1)),
+        Example(lambda i: mb.concat(values=(i["n"], i["n"]), axis=-1), {"n": (2,)}, {"n": "int32"}),
+    ),
+    Case(
+        "last-axis-copy",
+        "concat touches the last axis",
+        Example(lambda i: mb.concat(values=(i["x"], mb.relu(x=i["x"])), axis=-1)),
         Example(lambda i: mb.concat(values=(i["x"], mb.relu(x=i["x"])), axis=1)),
     ),
     Case(

@@ -73,6 +73,37 @@ def test_flexible_images(tmp_path: Path, shape, rule) -> None:
     )
 
 
+def test_a_classifier_is_no_fp32_op_inside(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8, 3), torch.nn.Softmax(-1)).eval()
+    model = ct.convert(
+        torch.jit.trace(module, torch.zeros(1, 8, 1, 1)),
+        inputs=[ct.TensorType("x", (1, 8, 1, 1))],
+        classifier_config=ct.ClassifierConfig(["a", "b", "c"]),
+        minimum_deployment_target=ct.target.iOS17,
+        skip_model_load=True,
+    )
+    model.save(str(tmp_path / "x.mlpackage"))
+    findings = [f.rule for f in lint_path(tmp_path / "x.mlpackage").findings]
+    assert findings and "fp32-inside" not in findings
+
+
+def test_sizes_of_a_flexible_shape_are_no_table(tmp_path: Path) -> None:
+    class Flat(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.flatten(2, 3) * x.shape[3]
+
+    model = ct.convert(
+        torch.jit.trace(Flat().eval(), torch.zeros(1, 8, 4, 4)),
+        inputs=[ct.TensorType("x", (1, 8, ct.RangeDim(2, 8, default=4), ct.RangeDim(2, 8, default=4)))],
+        minimum_deployment_target=ct.target.iOS17,
+        skip_model_load=True,
+    )
+    model.save(str(tmp_path / "x.mlpackage"))
+    [function] = view_package(Package.open(tmp_path / "x.mlpackage")).functions
+    findings = [f.rule for f in lint_path(tmp_path / "x.mlpackage").findings]
+    assert list(function.of_type("shape")) and not {"gather", "slice-saturation"} & {*findings}
+
+
 def test_a_package_in_fp32_fails(tmp_path: Path) -> None:
     report = lint_path(converted(tmp_path / "x.mlpackage", (1, 8, 1, 32), ct.precision.FLOAT32))
     assert {(f.found, f.count) for f in of(report, "fp32-inside")} == {
