@@ -88,4 +88,5 @@ def test_an_input_with_a_default_may_be_left_out(tmp_path: Path) -> None:
 def test_a_range_without_an_end() -> None:
     feature = Feature(bounds=((1, 1), (16, UNLIMITED)))
     assert feature.allows((1, 16)) and feature.allows((1, 4000)) and not feature.allows((1, 15))
+    assert not feature.allows((16,)), "fewer axes than the description has"
     assert feature.flexible == "range" and feature.shapes_text == "[1 to 1, 16 to any]"

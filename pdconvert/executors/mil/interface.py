@@ -36,7 +36,7 @@ class Feature:
         if self.sizes:
             return any(tuple(shape[-len(size) :]) == size for size in self.sizes)
         ends = shape[-len(self.bounds) :] if self.bounds else ()
-        return all(
+        return len(ends) == len(self.bounds) and all(
             low <= size and (high == UNLIMITED or size <= high)
             for size, (low, high) in zip(ends, self.bounds, strict=True)
         )
