@@ -1,6 +1,7 @@
 """`pdconvert exec` on packages made by hand."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -91,6 +92,12 @@ def test_the_step_at_fault_is_the_one_that_is_shown(packages, tmp_path):
     assert content["fault"]["step"] == 1 and content["fault"]["name"] == "squares"
     assert [line["sqnr_db"] for line in content["trace"]] == ["-inf", "-inf"]
     assert "fault in step 1, traced above: mul squares overflows" in run(*options).output
+    good = run(
+        *options[:3], arrays(tmp_path / "good.npz", x=np.full((1, 8), 1.1, np.float16)), "--trace"
+    ).output
+    assert re.search(
+        r"no op by itself overflows or loses 20 dB in fp16; the outputs keep [67]\d\.\d dB", good
+    ), good
     exact = json.loads(
         run(*options[:3], arrays(tmp_path / "one.npz", x=steps[0]), "--trace", "--json").stdout
     )

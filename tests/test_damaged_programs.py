@@ -116,6 +116,11 @@ def _no_output(p: Draft) -> None:
     p.op("relu", x="x")
 
 
+def _twice(p: Draft) -> None:
+    p.op("relu", x="x")
+    p.op("abs", x="x")
+
+
 def _control(p: Draft) -> None:
     p.op("re\n\x1b[2Jlu", x="x")
 
@@ -137,6 +142,7 @@ DAMAGE: dict[str, Callable[[Draft], None]] = {
     "a number as an equation": _number_as_equation,
     "constants made of each other": _cycle,
     "a constant without an output": _no_output,
+    "two values of one name": _twice,
     "an op type with control characters": _control,
     "a state of unknown size": _state("fp16", (None,)),
     "a state of 2^64 elements": _state("fp16", (2**62, 4)),

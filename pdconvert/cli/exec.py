@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,7 @@ def command(
     if as_json:
         echo_json(_content(outputs, rows, fault, trace))
     else:
-        _print(outputs, rows, fault, trace, steps)
+        _print(outputs, rows, fault, loss_db, steps)
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
@@ -177,11 +178,11 @@ def _print(
     outputs: dict[str, np.ndarray],
     rows: list[TraceRow],
     fault: tuple[int, Fault] | None,
-    traced: bool,
+    loss_db: float,
     steps: int,
 ) -> None:
-    """Outputs, and the trace of the step at fault, or of the last one."""
-    if traced:
+    """The trace (if there is one) of the step at fault or of the last one, and the outputs."""
+    if rows:
         header = ("op", "output", "min", "max", "of fp16", "non-finite", "flushed", "SQNR dB")
         lines = [
             (row.op.op_type, row.name, f"{row.low:.4g}", f"{row.high:.4g}", f"{row.fp16_share:.2%}",
@@ -189,10 +190,14 @@ def _print(
             for row in rows
         ]  # fmt: skip
         click.echo(table(lines, header))
-        where = f" in step {fault[0]}, traced above" if fault and steps > 1 else ""
-        click.echo(
-            f"fault{where}: {fault[1].sentence()}" if fault else "no op overflows or loses that much in fp16"
-        )
+        if fault:
+            where = f" in step {fault[0]}, traced above" if steps > 1 else ""
+            click.echo(f"fault{where}: {fault[1].sentence()}")
+        else:  # losses add up: each op may be good and the outputs bad
+            kept = min((row.sqnr_db for row in rows if row.name in outputs), default=math.nan)
+            click.echo(
+                f"no op by itself overflows or loses {loss_db:g} dB in fp16; the outputs keep {kept:.1f} dB"
+            )
     for name, value in outputs.items():
         click.echo(f"{printable(name)}: {list(value.shape)} {value.dtype}")
 
@@ -216,6 +221,4 @@ def _row(row: TraceRow) -> dict[str, Any]:
 
 def _number(value: float) -> float | str | None:
     """As JSON has it: `inf` and `-inf` in words, None where there is no number."""
-    import math
-
     return value if math.isfinite(value) else None if math.isnan(value) else str(value)

@@ -156,6 +156,9 @@ class PlanBuilder:
         return found
 
     def _add(self, op: Any, where: OpInfo) -> None:
+        twice = [name for name in where.outputs if name in self._named]
+        if twice:
+            raise InputError(f"gives {twice[0]!r}, which something before it gives too")
         if op.type == "const":
             self._named[op.outputs[0].name] = self._leaf(op.attributes["val"])
             return
