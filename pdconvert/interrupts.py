@@ -5,6 +5,7 @@ safe: a callback of C++ code swallows the exception or makes another one of it, 
 without any cleaning. So a signal that arrives there waits until control is back in code that can unwind.
 """
 
+import math
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ EXIT_TERMINATED = 143
 RETRY_SECONDS = 0.02
 PATIENCE_SECONDS = 10.0
 """After that the exception is raised in whatever code there is; a second signal does so at once."""
+SAME_WISH_SECONDS = 0.1
+"""A signal so soon after another one says nothing new: it must not end the cleaning that the first one began."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 INSTALLED = ("site-packages", "dist-packages")
@@ -38,13 +41,18 @@ def exit_on_sigterm() -> Iterator[None]:
         KeyboardInterrupt: SIGINT arrived.
         SystemExit: with code 143: SIGTERM arrived.
     """
-    outermost, arrived, deadline = sys._getframe(2), 0, 0.0
+    outermost, arrived, deadline, last = sys._getframe(2), 0, 0.0, -math.inf
 
     def arrive(signum: int, frame: FrameType | None) -> None:
-        nonlocal arrived, deadline
-        impatient = bool(arrived) and signum != signal.SIGALRM
+        nonlocal arrived, deadline, last
+        impatient = False
         if signum != signal.SIGALRM:
-            arrived, deadline = signum, deadline or time.monotonic() + PATIENCE_SECONDS
+            now = time.monotonic()
+            again, last = now - last < SAME_WISH_SECONDS, now
+            if again and not arrived:
+                return
+            impatient = bool(arrived) and not again
+            arrived, deadline = signum, deadline or now + PATIENCE_SECONDS
         if not arrived:
             return
         if not (impatient or time.monotonic() > deadline or _can_unwind(frame, outermost)):

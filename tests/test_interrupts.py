@@ -85,6 +85,30 @@ def test_inside_a_package_that_does_not_come_back(
     assert seen == [] and time.monotonic() - start < 4
 
 
+def test_many_inside_a_package_are_one_wish() -> None:
+    """As from a key that is held down, or a supervisor that asks again and again."""
+    seen: list[str] = []
+    function = foreign("[os.kill(os.getpid(), 2) for _ in range(2000)]")
+    with pytest.raises(KeyboardInterrupt), exit_on_sigterm():
+        function(seen)
+        busy()
+        pytest.fail("lost")
+    assert seen == ["end"]
+
+
+def test_many_do_not_end_the_cleaning_that_the_first_began() -> None:
+    seen: list[str] = []
+    with pytest.raises(KeyboardInterrupt), exit_on_sigterm():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("not reached")
+        finally:
+            for _ in range(2000):
+                os.kill(os.getpid(), signal.SIGINT)
+            seen.append("cleaned")
+    assert seen == ["cleaned"]
+
+
 def test_while_something_is_cleaned_up_it_waits(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), exit_on_sigterm():
         with uninterrupted():

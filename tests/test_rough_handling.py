@@ -105,7 +105,9 @@ def test_a_second_interrupt_does_not_disturb_the_cleaning(place: Place) -> None:
     command = place.start("build", "tiny")
     wait_for(place, MOMENTS["while it is verified"])
     command.send(signal.SIGINT)
+    deadline = time.monotonic() + 60
     while any(place.root.glob("work/build/.tiny.tmp-*/manifest.json")):
+        assert time.monotonic() < deadline, "it was not cleaned up"
         command.send(signal.SIGINT)
     assert command.wait().code == 130
     place.assert_clean()
