@@ -167,7 +167,7 @@ def test_a_model_gives_the_same_bits_wherever_it_is_cut(tmp_path: Path) -> None:
     """The first half of the norms' inputs come from products, the second from outside, laid out another way."""
 
     def halves(v: Mapping[str, Any]) -> dict[str, Any]:
-        x = mb.identity(x=block(v)["out"], name="between")
+        x = mb.identity(x=block(v)["out"])
         return {"between": x, "out": norm(x), "k": block({**v, "x": x})["k"]}
 
     def second(v: Mapping[str, Any]) -> dict[str, Any]:
