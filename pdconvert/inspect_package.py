@@ -217,8 +217,8 @@ class _ConstantReader:
         if kind in ("lut_to_dense", "lut_to_sparse"):
             return self._lut_form(op, info)
         if kind == "sparse_to_dense":
-            values = self._value(op, "nonzero_data")
-            if getattr(values, "type", "const") == "const" or not hasattr(values, "outputs"):
+            values = self._nested(op, "nonzero_data")
+            if values is None:
                 return "sparse", "-"
             dtype, granularity = self._form(values, info)
             return f"sparse {dtype}", granularity
@@ -254,11 +254,16 @@ class _ConstantReader:
     def _dtype(self, op: Any, name: str) -> str:
         return self._info(op, name).dtype
 
+    def _nested(self, op: Any, name: str) -> Any | None:
+        """The constant expression that makes a parameter; None where it is a plain constant."""
+        value = self._value(op, name)
+        return value if hasattr(value, "outputs") and value.type != "const" else None
+
     def _nested_dtype(self, op: Any, name: str) -> str:
         """The stored type of a parameter, which may itself be a constant expression."""
-        value = self._value(op, name)
-        if hasattr(value, "outputs") and value.type != "const":
-            return self._form(value, value_info(value.outputs[0].type))[0]
+        inner = self._nested(op, name)
+        if inner is not None:
+            return self._form(inner, value_info(inner.outputs[0].type))[0]
         return self._dtype(op, name)
 
     def _leaves(self, op: Any) -> Iterator[Any]:

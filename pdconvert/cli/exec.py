@@ -10,6 +10,7 @@ import click
 
 from pdconvert.cli.params import UserPath, echo_json, examples, json_option, table
 from pdconvert.errors import InputError, printable
+from pdconvert.plain_files import refuse_special, replacing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,28 +63,28 @@ def command(
     from pdconvert.executors.mil.trace import Tracer
     from pdconvert.forensics import find_fault
 
-    if out is not None and out.exists() and not out.is_file():
-        raise InputError(f"{out}: not a regular file; name the .npz to write")
+    if out is not None:
+        refuse_special(out, "name the .npz to write")
     arrays = _read(inputs)
     opened = Package.open(package)
     wanted = opened.function(function).inputs
     fault: tuple[int, Fault] | None = None
     rows: list[TraceRow] = []
     results: list[dict[str, Any]] = []
-    tracer = Tracer(opened, function) if trace else None
-    session = MilSession(opened, function, mode=mode)
-    state = session.make_state()
-    for step in range(steps):
-        call = _step(arrays, wanted, step, steps)
-        if tracer is None:
-            results.append(session.run(call, state))
-            continue
-        found = tracer.run(call)
-        results.append(found.outputs if mode == "fp16" else found.reference)
-        if fault is None:
-            rows = found.rows
-            first = find_fault(rows, loss_db=loss_db)
-            fault = (step, first) if first else None
+    calls = (_step(arrays, wanted, step, steps) for step in range(steps))
+    if trace:
+        tracer = Tracer(opened, function)
+        for step, call in enumerate(calls):
+            found = tracer.run(call)
+            results.append(found.outputs if mode == "fp16" else found.reference)
+            if fault is None:
+                rows = found.rows
+                first = find_fault(rows, loss_db=loss_db)
+                fault = (step, first) if first else None
+    else:
+        session = MilSession(opened, function, mode=mode)
+        state = session.make_state()
+        results = [session.run(call, state) for call in calls]
     outputs = {name: np.stack([np.asarray(one[name]) for one in results]) for name in results[0]}
     if steps == 1:
         outputs = {name: value[0] for name, value in outputs.items()}
@@ -107,8 +108,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
     import numpy as np
 
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path}: not a regular file; give an .npz with one array for each input")
+    refuse_special(path, "give an .npz with one array for each input")
     numpys = (ValueError, OSError, EOFError, AttributeError, TypeError, RuntimeError, TokenError)
     try:
         with np.load(path, allow_pickle=False) as content:
@@ -133,21 +133,17 @@ def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
     Raises:
         InputError: the system refused, or a name is longer than an archive can hold.
     """
-    import os
     import struct
     import zipfile
 
     from numpy.lib.format import write_array
 
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        with zipfile.ZipFile(partial, "w") as archive:
+        with replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
             for name, value in arrays.items():  # numpy.savez cannot name an array `file`
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     write_array(member, value, allow_pickle=False)
-        os.replace(partial, path)
     except (OSError, struct.error, ValueError) as error:
-        partial.unlink(missing_ok=True)
         raise InputError(f"{path}: cannot be written ({error})") from error
 
 
@@ -219,6 +215,6 @@ def _row(row: TraceRow) -> dict[str, Any]:
     }
 
 
-def _number(value: float) -> float | str | None:
-    """As JSON has it: `inf` and `-inf` in words, None where there is no number."""
-    return value if math.isfinite(value) else None if math.isnan(value) else str(value)
+def _number(value: float) -> float | str:
+    """As the JSON output has it: `inf` and `-inf` in words; a NaN becomes null when it is written."""
+    return str(value) if math.isinf(value) else value

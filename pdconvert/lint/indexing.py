@@ -67,7 +67,7 @@ def slice_saturation(function: FunctionView) -> Iterator[Found]:
     """`slice_by_index`, `slice_by_size` or `split` that reads the last axis from a place other than 0."""
     for op in function.of_type("slice_by_index", "slice_by_size", "split"):
         x = op.input("x")
-        if x is None or not x.shape or x.dtype not in ("fp16", "fp32"):  # shapes are integers
+        if x is None or not x.shape or not x.is_float:
             continue
         if op.type == "split":
             axis = op.param("axis", -1)
@@ -130,15 +130,12 @@ def _last_begin(op: Op, size: int) -> int | None:
     mask = op.param("begin_mask") or [False]
     if op.type == "slice_by_index" and mask[-1]:
         return 0
-    begin = op.param("begin")
-    if begin is None:  # joined of places of which only some are computed
-        maker = getattr(op.input("begin"), "maker", None)
-        pieces = maker.inputs.get("values", ()) if maker is not None and maker.type == "concat" else ()
-        begin = pieces[-1].python() if pieces else None
-        begin = [begin] if isinstance(begin, int) else begin
-    if not begin:
-        return None
-    return begin[-1] if begin[-1] >= 0 or size == RUN_TIME else begin[-1] + size
+    begin = op.input("begin")
+    if begin is not None and begin.maker is not None and begin.maker.type == "concat":
+        begin = begin.maker.inputs["values"][-1]  # joined of places of which only some are computed
+    places = begin.python() if begin is not None else None
+    last = places[-1] if isinstance(places, list) else places
+    return last if last is None or last >= 0 or size == RUN_TIME else last + size
 
 
 def _table(op: Op) -> str:

@@ -153,7 +153,7 @@ def enumerated_shapes(function: FunctionView) -> Iterator[Found]:
 def last_axis_copy(function: FunctionView) -> Iterator[Found]:
     """`concat` along the last axis, `transpose` that moves it, `reshape` that changes its size."""
     for op in function.of_type("concat", "transpose", "reshape"):
-        if op.out.dtype in ("fp16", "fp32") and _moves_last_axis(op):  # shapes are integers
+        if op.out.is_float and _moves_last_axis(op):
             yield Found(f"{op.type} touches the last axis", op)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import BinaryIO
 import numpy as np
 
 from pdconvert.errors import InputError
+from pdconvert.plain_files import replacing
 from pdconvert.runtime.handoff import KeysValues
 from pdconvert.runtime.layouts import pack, unpack
 from pdconvert.runtime.manifest import Manifest
@@ -74,14 +74,8 @@ def write_pdkv(path: Path, header: Header, kv: KeysValues | None) -> int:
         InputError: something else is there, or the folder does not exist.
     """
     check_output(path)
-    work = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        with work.open("xb") as file:
-            size = sum(file.write(piece) for piece in encode(header, kv))
-        work.replace(path)
-    finally:
-        work.unlink(missing_ok=True)
-    return size
+    with replacing(path) as file:
+        return sum(file.write(piece) for piece in encode(header, kv))
 
 
 def check_output(path: Path) -> None:

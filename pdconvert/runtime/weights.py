@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pdconvert.errors import InputError
+from pdconvert.plain_files import refuse_special
 from pdconvert.quant.packing import PACKED_BITS, unpack_words
 
 DTYPES: dict[str, np.dtype] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "U32": np.dtype("<u4")}
@@ -141,8 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         InputError: the file is missing or holds no JSON object.
     """
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path} is not a regular file; build again")
+    refuse_special(path, "build again")
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:

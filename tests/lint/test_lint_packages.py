@@ -18,19 +18,23 @@ from pdconvert.recipe import load_recipe
 ALL = Targets(CHIP_NAMES, ("iOS18",))
 
 
-def converted(path: Path, shape, precision=None) -> Path:
-    """A convolution that `ct.convert` wrote for a flexible or fixed input shape."""
-    module = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 1), torch.nn.ReLU()).eval()
-    traced = torch.jit.trace(module, torch.zeros(1, 8, 1, 32))
+def convert(path: Path, module: torch.nn.Module, example: torch.Tensor, **how) -> Path:
+    """A package that `ct.convert` wrote."""
     model = ct.convert(
-        traced,
-        inputs=[ct.TensorType("x", shape)],
+        torch.jit.trace(module.eval(), example),
         minimum_deployment_target=ct.target.iOS17,
-        compute_precision=precision or ct.precision.FLOAT16,
         skip_model_load=True,
+        **how,
     )
     model.save(str(path))
     return path
+
+
+def converted(path: Path, shape, precision=ct.precision.FLOAT16) -> Path:
+    """A convolution for a flexible or fixed input shape."""
+    module = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 1), torch.nn.ReLU())
+    inputs = [ct.TensorType("x", shape)]
+    return convert(path, module, torch.zeros(1, 8, 1, 32), inputs=inputs, compute_precision=precision)
 
 
 @pytest.mark.parametrize(
@@ -59,31 +63,25 @@ def test_flexible_shapes(tmp_path: Path, shape, rule) -> None:
     ids=["enumerated", "range", "fixed"],
 )
 def test_flexible_images(tmp_path: Path, shape, rule) -> None:
-    module = torch.nn.Conv2d(3, 4, 1).eval()
-    model = ct.convert(
-        torch.jit.trace(module, torch.zeros(1, 3, 32, 32)),
-        inputs=[ct.ImageType("x", shape=shape)],
-        minimum_deployment_target=ct.target.iOS17,
-        skip_model_load=True,
+    inputs = [ct.ImageType("x", shape=shape)]
+    path = convert(
+        tmp_path / "x.mlpackage", torch.nn.Conv2d(3, 4, 1), torch.zeros(1, 3, 32, 32), inputs=inputs
     )
-    model.save(str(tmp_path / "x.mlpackage"))
-    found = [f.rule for f in lint_path(tmp_path / "x.mlpackage").findings]
+    found = [f.rule for f in lint_path(path).findings]
     assert [name for name in found if name in ("run-time-shape", "enumerated-shapes")] == (
         [rule] if rule else []
     )
 
 
 def test_a_classifier_is_no_fp32_op_inside(tmp_path: Path) -> None:
-    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8, 3), torch.nn.Softmax(-1)).eval()
-    model = ct.convert(
-        torch.jit.trace(module, torch.zeros(1, 8, 1, 1)),
+    path = convert(
+        tmp_path / "x.mlpackage",
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8, 3), torch.nn.Softmax(-1)),
+        torch.zeros(1, 8, 1, 1),
         inputs=[ct.TensorType("x", (1, 8, 1, 1))],
         classifier_config=ct.ClassifierConfig(["a", "b", "c"]),
-        minimum_deployment_target=ct.target.iOS17,
-        skip_model_load=True,
     )
-    model.save(str(tmp_path / "x.mlpackage"))
-    findings = [f.rule for f in lint_path(tmp_path / "x.mlpackage").findings]
+    findings = [f.rule for f in lint_path(path).findings]
     assert findings and "fp32-inside" not in findings
 
 
@@ -92,15 +90,14 @@ def test_sizes_of_a_flexible_shape_are_no_table(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.flatten(2, 3) * x.shape[3]
 
-    model = ct.convert(
-        torch.jit.trace(Flat().eval(), torch.zeros(1, 8, 4, 4)),
+    path = convert(
+        tmp_path / "x.mlpackage",
+        Flat(),
+        torch.zeros(1, 8, 4, 4),
         inputs=[ct.TensorType("x", (1, 8, ct.RangeDim(2, 8, default=4), ct.RangeDim(2, 8, default=4)))],
-        minimum_deployment_target=ct.target.iOS17,
-        skip_model_load=True,
     )
-    model.save(str(tmp_path / "x.mlpackage"))
-    [function] = view_package(Package.open(tmp_path / "x.mlpackage")).functions
-    findings = [f.rule for f in lint_path(tmp_path / "x.mlpackage").findings]
+    [function] = view_package(Package.open(path)).functions
+    findings = [f.rule for f in lint_path(path).findings]
     assert list(function.of_type("shape")) and not {"gather", "slice-saturation"} & {*findings}
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from pdconvert.errors import InputError
 from pdconvert.executors.mil import dtypes
 from pdconvert.executors.mil.dtypes import MilType
+from pdconvert.plain_files import refuse_special
 
 _HEADER = struct.Struct("<II")
 _METADATA = struct.Struct("<IIQQQ")
@@ -49,8 +50,7 @@ class BlobFile:
             InputError: the file is missing, empty, or not a blob of storage version 2.
         """
         self.path = path
-        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
-            raise InputError(f"{path}: the weight file is not a regular file")
+        refuse_special(path, "a weight file is one")
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

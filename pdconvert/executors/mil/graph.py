@@ -19,7 +19,7 @@ from pdconvert.executors.mil.ops import OPS, REFUSED, STATE_OPS, OpRow
 from pdconvert.executors.mil.ops.row import LIST_INPUTS
 from pdconvert.executors.mil.package import Package
 from pdconvert.executors.mil.plan import OpInfo, Plan, Step
-from pdconvert.executors.mil.values import OP_ERRORS, FileValue, ValueInfo, first_line, read_value, value_info
+from pdconvert.executors.mil.values import FileValue, ValueInfo, read_value, reading, value_info
 from pdconvert.executors.mil.weights import Folded, Leaf, Static, held_bytes
 
 _STATE_INPUT = {"read_state": "input", "write_state": "input", "coreml_update_state": "state"}
@@ -91,14 +91,8 @@ class PlanBuilder:
                 tuple(_types(op, position)),
                 self._computed_inputs(op),
             )
-            try:
+            with reading(self._package.path, where):
                 self._add(op, where)
-            except InputError as error:
-                raise InputError(f"{self._package.path}: {where}: {error}") from error
-            except OP_ERRORS as error:
-                raise InputError(
-                    f"{self._package.path}: {where}: cannot be read ({first_line(error)})"
-                ) from error
         self._outputs = {name: self._slot(self._named[name]) for name in block.outputs}
 
     def _computed_inputs(self, op: Any) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 A test holds the list against the tables in `ops/` and against coremltools' registry.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ UNKNOWN = "this op type is not known up to iOS 18"
 """Why an op of any other type is refused."""
 
 
+def op_place(op_type: str, outputs: Sequence[str], position: int, function: str) -> str:
+    """How messages name an op: type, first output, place among the operations of its block, function."""
+    name = f" {outputs[0]!r}" if outputs else ""
+    return f"op {printable(op_type)}{name} (number {position} of function {function})"
+
+
 def check_known(package: Path, function: str, position: int, op: Any) -> None:
     """Refuse an op that no table of MIL ops knows: the program is damaged, or newer than this reader.
 
@@ -49,8 +56,5 @@ def check_known(package: Path, function: str, position: int, op: Any) -> None:
         InputError: the op's type is not in `KNOWN`.
     """
     if op.type not in KNOWN:
-        name = f" {op.outputs[0].name!r}" if op.outputs else ""
-        raise InputError(
-            f"{package}: op {printable(op.type)}{name} (number {position} of function {function}): {UNKNOWN}; "
-            "the package is damaged, or made for a newer system"
-        )
+        where = op_place(op.type, [output.name for output in op.outputs], position, function)
+        raise InputError(f"{package}: {where}: {UNKNOWN}; the package is damaged, or made for a newer system")

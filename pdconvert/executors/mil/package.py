@@ -10,6 +10,7 @@ from pdconvert.errors import InputError
 from pdconvert.executors.mil.blob import BlobFile
 from pdconvert.executors.mil.proto import model_pb2
 from pdconvert.executors.mil.values import ValueInfo, described, value_info
+from pdconvert.plain_files import refuse_special
 
 _MODEL_PATH = "@model_path/"
 MIN_SPEC_VERSION = 6
@@ -177,8 +178,7 @@ def _find_model(folder: Path) -> Path:
         problem = "not a folder" if folder.exists() else "no such package"
         raise InputError(f"{folder}: {problem}; an .mlpackage is a folder with a Manifest.json")
     manifest_file = folder / "Manifest.json"
-    if manifest_file.exists() and not manifest_file.is_file():
-        raise InputError(f"{manifest_file}: not a regular file")
+    refuse_special(manifest_file, "a package's manifest is one")
     try:
         manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdconvert.errors import printable
+from pdconvert.executors.mil.op_types import op_place
 from pdconvert.executors.mil.ops import OpRow
 from pdconvert.executors.mil.values import ValueInfo
 from pdconvert.executors.mil.weights import Static
@@ -31,8 +31,7 @@ class OpInfo:
     inputs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        name = f" {self.outputs[0]!r}" if self.outputs else ""
-        return f"op {printable(self.op_type)}{name} (number {self.position} of function {self.function})"
+        return op_place(self.op_type, self.outputs, self.position, self.function)
 
 
 @dataclass(eq=False)

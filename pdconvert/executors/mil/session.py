@@ -1,6 +1,6 @@
 """Run one function of a package."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -259,9 +259,10 @@ class MilSession:
 
     def _bind(self, plan: Plan, inputs: Mapping[str, Any], registers: list[Any]) -> None:
         wanted = self.function.inputs
-        defaults = {name: self._default(name, info) for name, info in wanted.items() if name not in inputs}
-        inputs = {**inputs, **{name: value for name, value in defaults.items() if value is not None}}
         missing = [name for name in wanted if name not in inputs]
+        if missing:
+            inputs = {**inputs, **self._defaults(missing)}
+            missing = [name for name in missing if name not in inputs]
         extra = [name for name in inputs if name not in wanted]
         if missing or extra:
             problem = f"input {missing[0]!r} is missing" if missing else f"there is no input {extra[0]!r}"
@@ -271,12 +272,15 @@ class MilSession:
         for name, info in wanted.items():
             registers[plan.inputs[name]] = self._input(name, info, inputs[name])
 
-    def _default(self, name: str, info: ValueInfo) -> torch.Tensor | None:
-        """What stands in for an input that is left out; None where the package has no default of a known size."""
-        default = self._features.get(name, Feature()).default
-        if default is None or not info.is_static:
-            return None
-        return torch.full(info.shape, default if dtypes.BY_NAME[info.dtype].is_float else int(default))
+    def _defaults(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """What stands in for inputs that are left out, of those for which the package has a default of known size."""
+        found = {}
+        for name in names:
+            info, default = self.function.inputs[name], self._features.get(name, Feature()).default
+            if default is not None and info.is_static:
+                fill = default if dtypes.BY_NAME[info.dtype].is_float else int(default)
+                found[name] = torch.full(info.shape, fill)
+        return found
 
     def _input(self, name: str, info: ValueInfo, given: Any) -> torch.Tensor:
         value = torch.as_tensor(given)

@@ -1,8 +1,10 @@
 """MIL values of the protobuf: element types, shapes, immediate values and file values."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -182,6 +184,21 @@ def to_torch(array: np.ndarray, dtype: MilType) -> "torch.Tensor":
     if array.dtype in (np.uint16, np.uint32, np.uint64):
         array = array.astype(np.int64)
     return torch.from_numpy(array).to(target)
+
+
+@contextmanager
+def reading(package: Path, where: object) -> Iterator[None]:
+    """Name the package and the op, as `where` says, in what comes of reading an op.
+
+    Raises:
+        InputError: the block raised one, or an error of values that do not fit.
+    """
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{package}: {where}: {error}") from error
+    except OP_ERRORS as error:
+        raise InputError(f"{package}: {where}: cannot be read ({first_line(error)})") from error
 
 
 def first_line(error: Exception) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from pdconvert.collection import uncollected
-from pdconvert.errors import InputError, printable
+from pdconvert.errors import InputError
 from pdconvert.executors.mil import dtypes
 from pdconvert.executors.mil.interface import read_features
-from pdconvert.executors.mil.op_types import check_known
+from pdconvert.executors.mil.op_types import check_known, op_place
 from pdconvert.executors.mil.package import Package
-from pdconvert.executors.mil.values import OP_ERRORS, RUN_TIME, FileValue, described, first_line, read_value
+from pdconvert.executors.mil.values import RUN_TIME, FileValue, described, read_value, reading
 
 SYSTEMS = {6: "iOS15", 7: "iOS16", 8: "iOS17", 9: "iOS18"}
 """Oldest system that opens a package, by specification version (iOS 16 stands for macOS 13, and so on)."""
@@ -52,6 +52,11 @@ class Value:
     def is_constant(self) -> bool:
         """Whether it is known before the program runs: a constant, or made of constants alone."""
         return self.held is not None or (self.maker is not None and self.maker.is_constant)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is fp16 or fp32, as activations are; shapes and indices are integers."""
+        return self.dtype in ("fp16", "fp32")
 
     @property
     def elements(self) -> int:
@@ -256,14 +261,9 @@ class _Reader:
     def _block(self, block: Any, scope: tuple[str, ...]) -> None:
         for position, proto in enumerate(block.operations):
             check_known(self._package.path, self._name, position, proto)
-            try:
+            where = op_place(proto.type, [output.name for output in proto.outputs], position, self._name)
+            with reading(self._package.path, where):
                 op = self._operation(proto, scope)
-            except InputError as error:
-                raise InputError(f"{self._where(proto, position)}: {error}") from error
-            except OP_ERRORS as error:
-                raise InputError(
-                    f"{self._where(proto, position)}: cannot be read ({first_line(error)})"
-                ) from error
             if op is None:
                 continue
             for inner in proto.blocks:
@@ -271,10 +271,6 @@ class _Reader:
                     info = described(item.type)
                     self._named[item.name] = Value(item.name, info.shape, info.dtype, maker=op)
                 self._block(inner, (*scope, op.name))
-
-    def _where(self, proto: Any, position: int) -> str:
-        name = f" {proto.outputs[0].name!r}" if proto.outputs else ""
-        return f"{self._package.path}: op {printable(proto.type)}{name} (number {position} of function {self._name})"
 
     def _operation(self, proto: Any, scope: tuple[str, ...]) -> Op | None:
         """Read an op, or a plain constant, which is none."""
